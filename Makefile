@@ -25,12 +25,12 @@ test-exhaustive: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --timeout 900 -m exhaustive
 
 # The integration with Hugging Face transformers in the oldest and the newest release that is supported, or in VERSION=5.20.2:
-# its tests, then a tiny model of every type (tests/integrations/zoo). Releases lie in build/ and leave .venv alone; of the pins,
+# its tests, then a tiny model of every type (tools/zoo). Releases lie in build/ and leave .venv alone; of the pins,
 # those stay that no release of transformers moves. Both releases together write the tables of docs/transformers.md.
 RELEASES := $(or $(VERSION),5.17.0 5.22.2)
 ZOO := build/transformers
 test-transformers: $(READY) $(RELEASES:%=$(ZOO)/%/found.json)
-	$(if $(VERSION),,PYTHONPATH=tests/integrations $(BIN)/python -m zoo.table $(RELEASES:%=$(ZOO)/%/found.json) --page docs/transformers.md)
+	$(if $(VERSION),,PYTHONPATH=tools $(BIN)/python -m zoo.table $(RELEASES:%=$(ZOO)/%/found.json) --page docs/transformers.md)
 	! grep -lE '"outcome": "(wrong|unclear)"' $(RELEASES:%=$(ZOO)/%/found.json)
 
 .PHONY: $(RELEASES:%=$(ZOO)/%/found.json)
@@ -41,7 +41,7 @@ $(RELEASES:%=$(ZOO)/%/found.json): $(ZOO)/%/found.json: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(ZOO)/$*/site --constraint $(ZOO)/$*/constraints.txt "transformers==$*"
 	PYTHONPATH=$(ZOO)/$*/site $(BIN)/python -c "import transformers; assert transformers.__version__ == '$*', transformers.__version__"
 	PYTHONPATH=$(ZOO)/$*/site $(BIN)/python -m pytest -q -n 2 --timeout 300 tests/integrations/test_transformers.py tests/integrations/test_transformers_models.py tests/integrations/test_transformers_batching.py
-	PYTHONPATH=$(ZOO)/$*/site:tests/integrations OMP_NUM_THREADS=1 $(BIN)/python -m zoo --jobs 2 --output $@ || test -s $@
+	PYTHONPATH=$(ZOO)/$*/site:tools OMP_NUM_THREADS=1 $(BIN)/python -m zoo --jobs 2 --output $@ || test -s $@
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 import tilewise as tw
-from tilewise.bench.machine import commit, machine, versions
-from tilewise.bench.memory import extra_memory
-from tilewise.distributed import LINKS, context_parallel_attention, gathering, predict, ring
+from suite.measuring import commit, extra_memory
+from tilewise.bench.machine import machine, versions
+from tilewise.distributed import LINKS, blocks, context_parallel_attention, predict
 from tilewise.distributed.pieces import Layout, pairs_of, pieces
 from tilewise.distributed.scaling import Link, Rates, Scenario
 from tilewise.distributed.transport import group_of, rotate
@@ -89,9 +89,8 @@ class Inside:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        for module in (ring, gathering):
-            for name in ("piece_forward", "piece_backward"):
-                setattr(module, name, self.timed(getattr(module, name)))
+        for name in ("piece_forward", "piece_backward"):
+            setattr(blocks, name, self.timed(getattr(blocks, name)))
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The call with its time added up."""

@@ -24,9 +24,9 @@ import tilewise as tw
 from tilewise import device as devices
 from tilewise import fp8, validation
 from tilewise.backends.gpu.launching import Pass, raw_views
-from tilewise.backends.hopper import launch_fp8
+from tilewise.backends.hopper import launch
 from tilewise.backends.hopper.fp8_configs import Fp8Tile
-from tilewise.operands import Flags, Operands
+from tilewise.operands import Operands, Options
 from tilewise.testing import BackendImplementation, check
 from tilewise.testing.conformance import Nonconformance
 from tilewise.testing.special import fp8_cases
@@ -153,14 +153,14 @@ def prepared(
     q: fp8.Fp8Tensor, k: fp8.Fp8Tensor, v: fp8.Fp8Tensor, causal: bool, tile: Fp8Tile | None
 ) -> Callable[[], None]:
     """The forward kernel alone, ready to start again and again."""
-    (data_q, data_k, data_v), scales = validation.unwrapped(q, k, v, "bhsd")
-    operands, flags = validation.with_scales(Operands(data_q, data_k, data_v), Flags(causal=causal), scales)
+    containers: tuple[Any, Any, Any] = (q, k, v)
+    operands, flags = validation.checked("dense", Operands(*containers), Options(causal=causal))
     problem = validation.problem_of("dense", operands, flags)
-    device, index = devices.of(data_q.device), data_q.get_device()
-    ready = launch_fp8.fp8_pass(problem, device, index, raw_views(operands), tile=tile).kernels
-    assert ready is not None
+    device, index = devices.of(operands.q.device), operands.q.get_device()
+    ready = launch.fp8_pass(problem, device, index, raw_views(operands), tile=tile)
     # Everything lies where it did, so that the last kernel alone has what V's transposition left for it.
-    made = Pass(ready.calls, Operands._fields, ready.allocations, device, index, num_counters=1).run(operands)
+    room = ready.allocations
+    made = Pass(ready.calls, Operands._fields, room, device, index, read=room, num_counters=1).run(operands)
     names = (*Operands._fields, *made)
     alone = Pass(ready.calls[-1:], names, {}, device, index, num_counters=1)
     tensors = (*operands, *made.values())

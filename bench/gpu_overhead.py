@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
+from suite import measuring
 from tilewise import dispatch, validation
 from tilewise.backends.gpu import driver
 from tilewise.bench import machine
@@ -260,7 +261,7 @@ def main() -> None:
             records.append(measure(f"{backend} decode", backend, forward_layers, one, options))
             records.append(measure(f"{backend} decode from pages", backend, paged_layers, one, options))
     if options.out is not None:
-        about = {"machine": machine.machine(), "versions": machine.versions(), "commit": machine.commit()}
+        about = {"machine": machine.machine(), "versions": machine.versions(), "commit": measuring.commit()}
         found = about | {"launch_path": driver.launch_path(), "cases": records}
         options.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
 

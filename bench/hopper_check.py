@@ -33,6 +33,7 @@ import torch
 from hopper_candidates import backward_candidates
 from hopper_cases import CASES, Case, groups
 from hopper_judge import check_backward, check_forward, make_inputs, operands_of, problem_of
+from suite import measuring
 from tilewise.backends.hopper import BACKEND
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.bench import machine
@@ -327,7 +328,7 @@ def facts(commit: str | None) -> dict[str, Any]:
     """When, where and what was judged, under the names that `tilewise bench` uses."""
     return {
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit or machine.commit(),
+        "commit": commit or measuring.commit(),
         "machine": machine.machine(),
         "versions": machine.versions(),
     }

@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from suite.measuring import commit
 from tilewise import cascade
 from tilewise import device as devices
-from tilewise.bench.machine import commit, machine, versions
+from tilewise.bench.machine import machine, versions
 from tilewise.kv.quantised import append_quantised
 from tilewise.kv.writing import write_rows
 from tilewise.operands import Flags, Operands

@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from suite import measuring
 from tilewise import device as devices
 from tilewise.backends.gpu import launching as kernels
 from tilewise.backends.gpu.compilation import compile_call
 from tilewise.backends.gpu.launching import View
 from tilewise.backends.gpu.symbols import KernelCall
-from tilewise.backends.triton import arguments, configs, launch, passes, planning
+from tilewise.backends.triton import arguments, configs, launch, planning
 from tilewise.backends.triton.configs import Config, Pass
 from tilewise.bench import machine
 from tilewise.operands import Operands
@@ -92,7 +93,7 @@ class Inputs:
             workspace = torch.empty(2 * arguments.workspace_rows(self.plan, 0)[1], device="cuda")
             made = {"dout": self.dout, "dq": self.dq, "dk": self.dk, "dv": self.dv, "workspace": workspace}
             self.tensors |= made
-            self.runner([passes.stats_call(self.plan, self.views, ())])()
+            self.runner([launch.stats_call(self.plan, self.views, ())])()
 
     def poison(self) -> None:
         """Fill what a pass writes, so that what it forgets shows."""
@@ -115,11 +116,11 @@ class Inputs:
         views = self.views
         with configs.overridden({direction: config}):
             if direction == "forward":
-                return passes.forward_calls(self.plan, views)
-            shared = passes.shared_arguments(self.plan, views)
+                return launch.tiled_calls(self.plan, views)
+            shared = launch.shared_arguments(self.plan, views)
             if direction == "dkdv":
-                return [passes.key_gradient_call(self.plan, shared, views["dk"], views["dv"])]
-            return [passes.query_gradient_call(self.plan, shared, views["dq"])]
+                return [launch.key_gradient_call(self.plan, shared, views["dk"], views["dv"])]
+            return [launch.query_gradient_call(self.plan, shared, views["dq"])]
 
     def launch(self, direction: Pass, config: Config) -> Run:
         """The same, ready to be started."""
@@ -313,7 +314,7 @@ def compare_cell(p: AttentionProblem, chosen: dict[Pass, Config], with_flex: boo
     for backward in (False, True):
         inputs = Inputs(p, True)
         directions: tuple[Pass, ...] = ("dkdv", "dq") if backward else ("forward",)
-        calls = [passes.stats_call(inputs.plan, inputs.views, ())] if backward else []
+        calls = [launch.stats_call(inputs.plan, inputs.views, ())] if backward else []
         calls += [call for name in directions for call in inputs.calls(name, chosen[name])]
         taken = round_robin({"tilewise": inputs.runner(calls)} | peer_runs(p, inputs, backward, flex))
         direction = "backward" if backward else "forward"
@@ -336,9 +337,9 @@ def graph_of(run: Run) -> Run:
 def decode_run(inputs: Inputs, config: Config, splits: int) -> Run:
     """Split-KV decoding and its merge."""
     plan = inputs.plan._replace(num_splits=splits)
-    inputs.tensors["workspace"] = torch.empty(sum(passes.parts_size(plan)) + 4, device="cuda")
+    inputs.tensors["workspace"] = torch.empty(sum(launch.parts_size(plan)) + 4, device="cuda")
     with configs.overridden({"decode": config}):
-        calls = passes.decode_calls(plan, inputs.views)
+        calls = launch.decode_calls(plan, inputs.views)
     return graph_of(inputs.runner(calls))
 
 
@@ -445,7 +446,7 @@ def main() -> None:
     began = time.time()
     facts = {
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": options.commit or machine.commit(),
+        "commit": options.commit or measuring.commit(),
         "machine": machine.machine(),
         "versions": machine.versions(),
     }

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator
 
 import pytest
 
+from emulated_backend import emulated
 from interpreting import hasten
 from tilewise import dispatch
 from tilewise.backends import NAMES
 from tilewise.backends.cpu import isa
 from tilewise.testing import Case
-from tilewise.testing.generation import capped
 from tilewise.testing.threads import one_thread
+
+__all__ = ["emulated"]  # a fixture
 
 # What `--size small` leaves: interpreted kernels take seconds for 65 x 65 scores.
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_COUNT = 65, 64, 100
@@ -63,13 +66,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", names)
         return
     chosen = _small(cases()) if metafunc.config.getoption("size") == "small" else cases()
-    # By its own results others are judged: unless it is asked for, the reference takes a part of many cases.
+    # By its own results others are judged: unless it is asked for, the reference takes few cases.
     thin = len(chosen) > MANY_CASES and not metafunc.config.getoption("backend")
     pairs = [
         pytest.param(case, name, id=f"{name}-{case.id}")
         for number, case in enumerate(chosen)
         for name in names
-        if not thin or name != "reference" or number % 4 == 0
+        if not thin or name != "reference" or number % 16 == 0
     ]
     metafunc.parametrize(("case", "backend"), pairs)
 
@@ -106,3 +109,14 @@ def _small(cases: Iterable[Case]) -> list[Case]:
     """Cut the cases down, merge those that become equal, and thin out what is still too many."""
     distinct = list(dict.fromkeys(capped(c, SMALL_SEQLEN, SMALL_HEAD_DIM) for c in cases))
     return distinct[:: 1 + len(distinct) // SMALL_COUNT]
+
+
+def capped(case: Case, seqlen: int, head_dim: int) -> Case:
+    """The case with its lengths and head dimensions cut down, for slow implementations such as interpreters."""
+    return dataclasses.replace(
+        case,
+        seqlens_q=tuple(min(n, seqlen) for n in case.seqlens_q),
+        seqlens_k=tuple(min(n, seqlen) for n in case.seqlens_k),
+        head_dim=min(case.head_dim, head_dim),
+        head_dim_v=min(case.head_dim_v, head_dim),
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewise import fp8
-from tilewise.backends.triton import launch_quantising
+from tilewise.backends.triton import quantising
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -17,7 +17,7 @@ def faults(x: torch.Tensor, granularity: Any, *, rotation: bool = False, **optio
     """What differs between the two."""
     expected = fp8.quantize(x, granularity=granularity, rotation=rotation, **options)
     given = options.get("scale")
-    data, scale = launch_quantising.quantize(
+    data, scale = quantising.quantize(
         x, granularity, expected.block, expected.layout, options.get("cu_seqlens"), rotation=rotation,
         given=None if given is None else torch.as_tensor(given), max_seqlen=options.get("max_seqlen"),
     )  # fmt: skip

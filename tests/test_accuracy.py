@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tilewise.cli import accuracies, build_app
-from tilewise.cli.activations import DISTRIBUTIONS, make_sample
+from tilewise.cli import accuracy, build_app
+from tilewise.cli.accuracy import DISTRIBUTIONS, make_sample
 
 SMALL = ("accuracy", "--seqlen", "64", "--heads", "1", "--head-dim", "32", "--rows", "16")
 
@@ -19,16 +19,17 @@ def quiet(_: str) -> None:
 
 
 def test_the_table_orders_what_it_must() -> None:
-    found, _ = accuracies.measure("outliers", 256, 2, 64, 64, 0, quiet)
+    found, _ = accuracy.measure("outliers", 256, 2, 64, 64, 0, quiet)
     rmse = {m.recipe.name: m.rmse for m in found}
     assert rmse["fp16"] < rmse["bf16"] < rmse["fp8 per tensor rotated"] < rmse["fp8 per tensor"]
-    assert set(rmse) == {recipe.name for recipe in accuracies.recipes()}
+    assert set(rmse) == {recipe.name for recipe in accuracy.recipes()}
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_published_errors_at_8192_tokens() -> None:
     """N(0, 1) + N(0, 100) * Bernoulli(0.001): 2.4e-2 per tensor, 9.1e-3 with the rotation; fp16 1.9e-4."""
-    found, _ = accuracies.measure("outliers", 8192, 4, 128, 256, 0, quiet)
+    found, _ = accuracy.measure("outliers", 8192, 4, 128, 256, 0, quiet)
     rmse = {m.recipe.name: m.rmse for m in found}
     assert 2.1e-2 < rmse["fp8 per tensor"] < 2.7e-2
     assert rmse["fp8 per tensor rotated"] <= 9.4e-3
@@ -49,7 +50,7 @@ def test_json_and_plot(tmp_path: Path) -> None:
     result = CliRunner().invoke(build_app(), [*SMALL, "--distribution", "normal", "--json", "--plot", str(picture)])
     assert result.exit_code == 0, result.output
     errors = json.loads(result.stdout)["errors"]
-    assert len(errors) == len(list(accuracies.recipes()))
+    assert len(errors) == len(list(accuracy.recipes()))
     assert all(0.0 < row["rmse"] < row["largest"] < 1.0 for row in errors)
     assert "<svg" in picture.read_text()
 

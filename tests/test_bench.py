@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from suite import command, plots, report, results, runner, verdicts
+from suite import report, results, runner, verdicts
 from suite.__main__ import main
-from suite.cases import Bar, Case, select
+from suite.cases import Bar, Case
 from suite.cpu_cases import cpu_cases
-from suite.first_call import first_call_seconds
 from suite.gpu_cases import gpu_cases
 from suite.implementations import Implementation, NotApplicable, Prepared
 from suite.inputs import Inputs
 from suite.peers import implementations
 from suite.results import CaseResult, Measured, Results
-from tilewise.bench.memory import extra_memory
-from tilewise.errors import InvalidProblem, TilewiseError
-from tilewise.figures import INK
+from tilewise.errors import InvalidProblem
 
 ROOT = Path(__file__).parent.parent
 REGISTRIES = (cpu_cases("aarch64"), cpu_cases("x86_64"), gpu_cases())
@@ -62,40 +55,6 @@ def test_names_are_unique_and_every_bar_can_be_judged(registry: tuple[Case, ...]
     assert 5 < sum(case.quick for case in registry) < len(registry) / 2
 
 
-def test_the_peers_table_is_whole() -> None:
-    short = [case for case in gpu_cases() if case.group == "short"]
-    assert [sum(c.graph is graph and c.measure == "backward" for c in short) for graph in (False, True)] == [12, 12]
-    assert all({bar.limit for bar in case.bars} == {0.9, 0.97} for case in short)
-    names = {case.name for case in gpu_cases()}
-    for direction in ("forward", "backward"):
-        for head_dim in (64, 128, 256):
-            for mask in ("full", "causal"):
-                for seqlen in (1024, 4096, 16384):
-                    name = f"{direction}-d{head_dim}-{mask}-n{seqlen}"
-                    case = by_name(gpu_cases(), name)
-                    assert name in names
-                    assert case.batch * case.seqlen_q == 16384
-                    assert case.num_heads * case.head_dim == 2048
-                    # FlexAttention is the Triton backend's bar in every cell: in the table, or in a case of its own.
-                    beside = (
-                        case
-                        if "flex" in case.implementations
-                        else by_name(gpu_cases(), f"flex-d{head_dim}-{mask}-n{seqlen}-{direction}")
-                    )
-                    assert any(b.subject == "tilewise-triton" and b.against == ("flex",) for b in beside.bars), name
-    assert sum(by_name(gpu_cases(), "varlen-mixed-forward-causal").seqlens) == 16384
-
-
-def test_bars_follow_the_processor() -> None:
-    def limits(machine: str, name: str) -> list[float]:
-        return [bar.limit for bar in by_name(cpu_cases(machine), name).bars]
-
-    assert limits("aarch64", "forward-d64-causal-n512") == [2.0]
-    assert limits("x86_64", "forward-d64-causal-n512") == [1.3]
-    assert limits("aarch64", "forward-bfloat16-full-n1024") == [100.0, 1.1]
-    assert limits("x86_64", "forward-float16-full-n1024") == [1.2, 1.1]
-
-
 def test_work_is_counted_as_documented() -> None:
     full = by_name(gpu_cases(), "forward-d128-full-n16384")
     assert full.flops == 4 * 16 * 16384**2 * 128
@@ -111,19 +70,6 @@ def test_work_is_counted_as_documented() -> None:
     rows = sum(len([j for j in range(70) if i - 7 <= j <= i]) for i in range(70))
     assert window.pairs == 2 * rows
     assert small(measure="overhead").rate(1.0) is None
-
-
-def test_selecting() -> None:
-    registry = gpu_cases()
-    assert {c.group for c in select(registry, ["decode"])} == {"decode"}
-    assert [c.name for c in select(registry, ["forward-d64-*-n1024"])] == [
-        "forward-d64-full-n1024", "forward-d64-causal-n1024",
-    ]  # fmt: skip
-    # What a bar compares with comes along.
-    assert [c.name for c in select(registry, ["window"])] == ["forward-d128-causal-n16384", "window-1024-n16384"]
-    assert select(registry, quick=True)
-    with pytest.raises(InvalidProblem, match="decode, flex, forward"):
-        select(registry, ["nothing-like-this"])
 
 
 # --- the run
@@ -207,32 +153,7 @@ def test_results_survive_the_file(tmp_path: Path) -> None:
         results.read(path)
 
 
-def test_out_of_time_is_said() -> None:
-    limits = dataclasses.replace(LIMITS, max_seconds=-1.0)
-    (result,) = runner.run([small()], contestants(), limits, lambda _: None)
-    assert [m.status for m in result.measured] == ["skipped"]
-
-
 # --- memory and first calls
-
-
-def test_memory_sees_what_a_call_holds() -> None:
-    def hungry() -> Tensor:
-        return torch.ones(1 << 24).sum()
-
-    assert 60 << 20 < extra_memory(hungry, "cpu") < 90 << 20
-    assert extra_memory(lambda: torch.ones(1 << 24), "cpu") < 16 << 20
-
-
-@pytest.mark.slow
-def test_first_calls_are_measured_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("suite.first_call.LEAST_PROCESSES", 1)
-    case = small(measure="first-call", num_kv_heads=4, cold=True, implementations=("tilewise",))
-    seconds = first_call_seconds(case, threads=1)
-    assert len(seconds) == 1
-    assert all(0.0 < s < 60.0 for s in seconds)
-    with pytest.raises(RuntimeError, match="the process failed"):
-        first_call_seconds(dataclasses.replace(case, dtype="no_such_dtype"), threads=1)
 
 
 # --- bars
@@ -270,80 +191,7 @@ def test_verdicts(bar: Bar, value: float | None, passed: bool | None) -> None:
     assert ("pass" in verdict.text, "MISS" in verdict.text) == (passed is True, passed is False)
 
 
-def test_rates_memory_and_chips() -> None:
-    decode = small(seqlen_q=1, bars=(Bar("tilewise", 100.0, by="rate", machine="H200"),))
-    result = result_of(decode, auto="triton", tilewise_triton=decode.kv_bytes / 200.0)
-    assert verdicts.judge_case(result, [result], "NVIDIA A100") == []
-    (verdict,) = verdicts.judge_case(result, [result], "NVIDIA H200")
-    assert verdict.passed
-    memory = small(measure="memory", bars=(Bar("tilewise", 10.0, against=("naive",)),))
-    lean = result_of(memory, tilewise=0.0, naive=40960.0)
-    assert verdicts.judge_case(lean, [lean], "chip")[0].value == 10.0
-
-
-def test_the_means_of_the_table_are_judged() -> None:
-    found = []
-    for seqlen, seconds in ((1024, 1.0), (4096, 0.8)):
-        case = by_name(gpu_cases(), f"forward-d256-full-n{seqlen}")
-        found.append(result_of(case, tilewise_hopper=seconds, sdpa_cudnn=1.0))
-    mean = verdicts.judge_all(whole(*found, device="cuda"))[-1]
-    assert mean.value == pytest.approx((1.0 + 1.25) / 2)
-    assert mean.passed
-    assert "mean of 2" in "\n".join(report.summary(whole(*found, device="cuda")))
-
-
 # --- output
-
-
-def series() -> Results:
-    found = [
-        result_of(small(name=f"n{n}", seqlen_q=n, seqlen_k=n), tilewise=n * 1e-6, sdpa=n * 2e-6) for n in (64, 128, 256)
-    ]
-    memory = [
-        result_of(small(name=f"m{n}", measure="memory", seqlen_q=n, seqlen_k=n), tilewise=n * 64.0, naive=n * n * 4.0)
-        for n in (64, 128)
-    ]
-    return whole(*found, *memory)
-
-
-def test_plots_follow_the_page_and_are_repeatable(tmp_path: Path) -> None:
-    files = plots.write_plots(series(), tmp_path)
-    assert [f.name for f in files] == [
-        "bench-test-chip-1-2-threads-forward.svg",
-        "bench-test-chip-1-2-threads-memory.svg",
-    ]
-    text = files[0].read_text()
-    assert "prefers-color-scheme:dark" in text
-    assert "currentColor" in text
-    assert INK not in text
-    assert "sdpa" in text
-    assert plots.write_plots(series(), tmp_path)[0].read_text() == text
-
-
-def test_plots_name_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(TilewiseError, match=r"tilewise\[bench\]"):
-        plots.write_plots(series(), tmp_path)
-
-
-def test_the_default_path_says_what_and_when() -> None:
-    assert results.default_path(series()) == Path("bench/results/test-chip-1-2-threads-2030-01-02.json")
-    gpu = whole(device="cuda", name="NVIDIA H200")
-    assert results.default_path(gpu) == Path("bench/results/nvidia-h200-2030-01-02.json")
-
-
-def test_text_alone_needs_neither_rich_nor_typer_nor_matplotlib() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('rich', 'typer', 'matplotlib'): sys.modules[name] = None\n"
-        "from suite.__main__ import main\n"
-        "sys.exit(main(['--device', 'cpu', '--list', '--only', 'overhead']))"
-    )
-    path = os.pathsep.join([str(ROOT / "bench"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["overhead-n1"]
 
 
 def test_text_command_runs_and_reports_a_stored_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,10 +236,3 @@ def test_output_that_cannot_be_written_is_refused_before_measuring(
         assert len(said.err.splitlines()) == 1
     results.ensure_writable(tmp_path / "new" / "run.json")
     assert not (tmp_path / "new" / "run.json").exists()
-
-
-def test_threads_are_put_back() -> None:
-    before = torch.get_num_threads()
-    options = command.Options("cpu", ("overhead",), threads=before + 1, seconds_per_case=0.01)
-    assert command.execute(options, lambda _: None).options["threads"] == before + 1
-    assert torch.get_num_threads() == before

@@ -44,17 +44,6 @@ def test_plots_have_one_point_a_length_and_labels_that_do_not_touch(tmp_path: Pa
     assert plots._labelled([16, 64, 128, 512, 1024, 2048, 4096]) == [16, 128, 1024, 4096]
 
 
-def test_one_length_is_no_plot(tmp_path: Path) -> None:
-    assert plots.write_plots(run(measured(64, 1e-3), measured(64, 2e-3)), tmp_path) == []
-
-
-def test_calls_and_graphs_are_drawn_apart(tmp_path: Path) -> None:
-    cases = [measured(n, 1e-3, graph) for graph in (False, True) for n in (64, 128)]
-    files = plots.write_plots(run(*cases), tmp_path)
-    assert [f.name for f in files] == ["bench-chip-2-threads-forward.svg", "bench-chip-2-threads-forward-graph.svg"]
-    assert [">forward in CUDA graphs, Chip<" in f.read_text() for f in files] == [False, True]
-
-
 def test_a_run_without_matplotlib_keeps_its_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

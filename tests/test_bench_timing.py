@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 
-from tilewise.bench.timing import Clock, CudaClock, Entrant, race, summarise, turns
+from tilewise.bench.timing import Clock, Entrant, race, summarise
 
 
 class FakeClock(Clock):
@@ -63,28 +62,6 @@ def test_who_sits_out_most_rounds_changes_places_too(count: int, stride: int, sa
     timed = order[-sum(len(e.samples) for e in (slow, *others)) :]
     before = [timed[index - 1] for index, name in enumerate(timed) if name == "slow" and index]
     assert set(before[: count - 1]) == {other.name for other in others}
-
-
-@pytest.mark.parametrize("count", range(1, 9))
-def test_nobody_follows_the_same_one_every_time(count: int) -> None:
-    """FA2's slow kernel, for one, leaves a cool chip to whoever comes after it."""
-    rounds = count if count % 2 == 0 else 2 * count
-    orders = [turns(count, index) for index in range(rounds)]
-    assert all(sorted(order) == list(range(count)) for order in orders)
-    assert {sum(order[0] == who for order in orders) for who in range(count)} == {rounds // count}
-    pairs = [pair for order in orders for pair in itertools.pairwise(order)]
-    found = {pairs.count((before, after)) for before in range(count) for after in range(count) if before != after}
-    assert found == ({rounds // count} if count > 1 else set())
-
-
-def test_long_cases_have_rounds_enough_on_a_gpu() -> None:
-    class FakeCudaClock(FakeClock):
-        least_rounds = CudaClock.least_rounds
-
-    for clock, samples in ((FakeClock(), 6), (FakeCudaClock(), 10)):
-        entrants = [Entrant(name, lambda calls: lambda: 1.0 * calls) for name in ("one", "other")]
-        race(entrants, clock, seconds=12.0)
-        assert [len(e.samples) for e in entrants] == [samples, samples]
 
 
 def test_an_entrant_that_fails_drops_out() -> None:

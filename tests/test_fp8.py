@@ -122,13 +122,6 @@ def test_rotation_keeps_every_product(head_dim: int) -> None:
     assert {float(s) for s in signs(head_dim, torch.device("cpu"))} <= {1.0, -1.0}
 
 
-def test_rotation_spreads_an_outlier_over_its_part() -> None:
-    x = torch.zeros(1, 96)
-    x[0, 3] = 100.0
-    assert torch.allclose(fp8.rotate(x)[0, :64].abs(), torch.tensor(100.0 / 8.0))
-    assert float(fp8.rotate(x)[0, 64:].abs().max()) == 0.0
-
-
 def with_outliers(*shape: int) -> torch.Tensor:
     """N(0, 1), and in every row one channel around 20."""
     generator = torch.Generator().manual_seed(0)
@@ -155,14 +148,6 @@ def test_rotated_rows_keep_their_largest_channel(head_dim: int, left: float) -> 
     plain_largest, plain_everywhere = errors(nearest)
     assert largest < left * plain_largest
     assert everywhere < 1.02 * plain_everywhere
-
-
-def test_rotated_codes_differ_from_the_nearest_within_a_sixteenth() -> None:
-    x = with_outliers(1, 1, 500, 128)
-    exact, made = fp8.rotate(x), fp8.quantize(x, rotation=True)
-    moved = made.data.float() != fp8.quantize(exact).data.float()
-    assert 0.005 < float(moved.float().mean()) < 0.1
-    assert bool(((made.dequantize() - exact).abs()[moved] <= exact.abs()[moved] / 16 * (1 + 1e-6)).all())
 
 
 def test_a_rotated_row_of_zeros_or_of_infinities_stays_one() -> None:

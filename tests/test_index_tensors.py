@@ -88,11 +88,6 @@ def test_entries_that_are_not_read_may_be_anything() -> None:
     assert torch.equal(tw.attention_paged(queries(), pages(), pages(), garbage, LENGTHS.long()), expected)
 
 
-def test_plans_of_int64() -> None:
-    plan = tw.explain(queries(), pages(), pages(), block_table=TABLE.long(), seqlens_k=LENGTHS.long())
-    assert plan.problem == tw.explain(queries(), pages(), pages(), block_table=TABLE, seqlens_k=LENGTHS).problem
-
-
 def through_fa2(table: Tensor, lengths: Tensor, starts: Tensor) -> Any:
     del starts
     return flash_attn.flash_attn_with_kvcache(

@@ -1,13 +1,17 @@
-"""A child that was forked after torch started its threads must not wait for them."""
+"""Children that were forked after torch started its threads do not wait for them, and threads that make what lasts."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import torch
+
 import tilewise
+from tilewise import lasting
 
 # What children do after a parent that used threads, each by its name: `calls` maps names to functions that return
 # tensors. Tensors have over 2^15 elements, from which on torch's own operations use threads.
@@ -135,28 +139,6 @@ def test_no_call_hangs_in_a_forked_child() -> None:
     assert all(line.endswith(": same") for line in lines), found
 
 
-# The parent uses torch's threads and only imports tilewise; the child compiles, and keeps what it compiled.
-FIRST = """
-import os, signal, torch, tilewise as tw
-from tilewise.kv.writing import write_rows
-torch.set_num_threads(2)
-q = torch.randn(1, 4, 256, 64)
-(torch.randn(512, 512) @ torch.randn(512, 512)).sum()
-child = os.fork()
-if child == 0:
-    signal.alarm(100)
-    rows, pages = torch.randn(256, 4, 64), torch.zeros(16, 16, 4, 64)
-    write_rows(rows, rows, pages, pages.clone(), torch.arange(256))
-    assert torch.equal(pages.flatten(0, 1), rows)
-    os._exit(0 if len(os.listdir(os.environ["TILEWISE_CACHE_DIR"])) == 1 else 1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_child_may_be_the_first_to_call(tmp_path: Path) -> None:
-    assert run_python(FIRST, TILEWISE_CACHE_DIR=str(tmp_path / "kernels")).strip() == "0"
-
-
 WORKERS = """
 import multiprocessing, os, signal, threading, warnings
 import torch, tilewise as tw
@@ -198,3 +180,31 @@ print(all(bool(batch.all()) for batch in loader), torch.get_num_threads())
 
 def test_workers_of_multiprocessing_and_of_a_data_loader_do_not_hang() -> None:
     assert run_python(WORKERS).split() == ["True", "True", "2"]
+
+
+# --- what outlives a call is made by a thread of its own, outside of any pool of the calling one
+
+CPU = torch.device("cpu")
+
+
+def test_another_thread_without_the_callers_modes() -> None:
+    with torch.inference_mode():
+        made, thread = lasting.outside_pools(lambda: (torch.ones(3, device=CPU), threading.get_ident()), CPU)
+    assert not made.is_inference()
+    assert thread != threading.get_ident()
+
+
+def test_made_also_after_the_main_thread_has_ended() -> None:
+    """A thread that serves may outlive it."""
+    code = """
+import threading, torch
+from tilewise import fp8
+
+def serve():
+    threading.main_thread().join()
+    fp8.quantize(torch.ones(1, 1, 4, 16), rotation=True)
+    print("served")
+
+threading.Thread(target=serve).start()
+"""
+    assert run_python(code) == "served\n"

@@ -60,15 +60,6 @@ def test_the_table_and_the_file(tmp_path: Path) -> None:
     assert [case["name"] for case in json.loads(path.read_text())["cases"]] == ["decode"]
 
 
-def test_rates_count_the_work_as_documented() -> None:
-    forward, causal, _, backward, _, decode, packed = quick.cases("cuda")
-    assert forward.work == (4.0 * 4 * 16 * 4096**2 * 128, "FLOP/s")
-    assert causal.work[0] == forward.work[0] / 2
-    assert backward.work[0] == forward.work[0] * 2.5
-    assert decode.work == (2.0 * 16 * 8 * 8192 * 128 * 2, "B/s")
-    assert packed.work[0] == 2.0 * 16 * 128 * sum(n * n for n in packed.seqlens)
-
-
 @pytest.mark.parametrize("name", ["forward-causal", "backward", "packed-causal"])
 def test_what_is_wrong_or_fails_has_no_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def off(case: quick.Case, q: Tensor, k: Tensor, v: Tensor) -> quick.Call:
@@ -87,15 +78,6 @@ def test_what_is_wrong_or_fails_has_no_time(name: str, monkeypatch: pytest.Monke
     assert found["off"].seconds is found["raises"].seconds is None
     assert "deviates from fp64 by" in str(found["off"].fault)
     assert found["raises"].fault == "RuntimeError: broken"
-
-
-def test_cases_are_listed_and_chosen() -> None:
-    assert invoke("--list").stdout.split() == [case.name for case in quick.cases("cpu")]
-    assert invoke("--list", "--only", "ward-c*", "--only", "packed").stdout.split() == [
-        "forward-causal",
-        "backward-causal",
-        "packed-causal",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
+from making import int32
 
 
 def randn(*shape: int, grad: bool = True, seed: int = 0) -> Tensor:
@@ -16,16 +17,12 @@ def randn(*shape: int, grad: bool = True, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_(grad)
 
 
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"window": (2, 1)},
     "softcap": {"softcap": 0.7},
-    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2])},
     "dropout": {"dropout": 0.3, "seed": 17},
     "scale": {"scale": 0.9},
     "all": {"causal": True, "window": (3, None), "softcap": 2.0, "dropout": 0.2, "seed": 3},
@@ -39,8 +36,8 @@ def test_gradcheck_dense(feature: str) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
         return tw.attention(q, k, v, bias=bias, sinks=sinks, return_lse=True, backend="reference", **flags)
 
-    inputs = (randn(2, 4, 3, 3), randn(2, 2, 5, 3, seed=1), randn(2, 2, 5, 2, seed=2), randn(2, 1, 3, 5, seed=3))
-    assert torch.autograd.gradcheck(call, (*inputs, randn(4, seed=4)))
+    inputs = (randn(2, 2, 3, 3), randn(2, 1, 4, 3, seed=1), randn(2, 1, 4, 2, seed=2), randn(2, 1, 3, 4, seed=3))
+    assert torch.autograd.gradcheck(call, (*inputs, randn(2, seed=4)))
 
 
 @pytest.mark.parametrize("shape", [(1,), (5,), (3, 1), (3, 5), (4, 1, 1), (4, 3, 5), (2, 1, 1, 5), (2, 4, 3, 5)])
@@ -57,7 +54,7 @@ def test_gradcheck_varlen() -> None:
         out, lse = tw.attention_varlen(q, k, v, cu_q, cu_k, bias=bias, sinks=sinks, **flags)  # type: ignore[call-overload]
         return out, lse
 
-    inputs = (randn(5, 4, 3), randn(9, 2, 3, seed=1), randn(9, 2, 2, seed=2), randn(3, 4, seed=3), randn(4, seed=4))
+    inputs = (randn(5, 2, 3), randn(9, 1, 3, seed=1), randn(9, 1, 2, seed=2), randn(3, 4, seed=3), randn(2, seed=4))
     assert torch.autograd.gradcheck(call, inputs)
 
 

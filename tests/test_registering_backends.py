@@ -1,6 +1,5 @@
 """Backends from outside: registered by a call or by an entry point, in their order, and never in another's place."""
 
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,12 +120,6 @@ def test_before_says_who_is_preferred() -> None:
         tw.attention(q, k, v, backend="toy")
 
 
-def test_the_setting_may_name_a_registered_backend(toy: Toy) -> None:
-    with settings.overridden(backend="toy"):
-        tw.attention(*qkv())
-    assert toy.forwards == 1
-
-
 @pytest.mark.parametrize("name", ["cpu", "auto", "toy", "", "two words", 7])
 def test_names_that_clash_or_are_none_are_refused(toy: Toy, name: Any) -> None:
     other = Toy()
@@ -209,19 +202,3 @@ def test_entry_points_register_backends(tmp_path: Path) -> None:
     assert listed["cpu"] == listed["plugged"] == "available"
     assert "ModuleNotFoundError" in listed["broken"]
     assert "its name is 'plugged'" in listed["misnamed"]
-
-
-def test_backend_packages_are_imported_as_any_other() -> None:
-    """`tw.backends()` and `import tilewise.backends.cpu` name the same thing: a package that can be called."""
-    code = """
-import tilewise as tw
-import tilewise.backends.cpu as cpu
-import tilewise.backends.reference
-from tilewise.backends import cpu as again
-assert cpu is again is tw.backends.cpu
-assert tilewise.backends.reference.BACKEND.name == "reference"
-assert [status.name for status in tw.backends()] == ["hopper", "triton", "cpu", "reference"]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-    package: Any = importlib.import_module("tilewise.backends")
-    assert package is tw.backends

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import tilewise as tw
-from tilewise import cascade, settings
-from tilewise.cascade import Group, SharedPrefix
+from making import int32
+from tilewise import settings
 from tilewise.fp8 import quantize
 
 FORWARD, BACKWARD = "tilewise::attention", "tilewise::attention_backward"
@@ -24,10 +21,6 @@ Q, KV = [1, 4, 16, 8], [1, 2, 16, 8]
 
 def dense(*, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(Q, requires_grad=grad), torch.randn(KV, requires_grad=grad), torch.randn(KV, requires_grad=grad)
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def recorded(call: Callable[[], Any], *, shapes: bool = True, warm: bool = True) -> list[Any]:
@@ -84,26 +77,6 @@ def test_compiled_calls_show_backend_and_shapes(grad: bool) -> None:
     assert [event.kwinputs["backend"] for event in named(events, BACKWARD)] == ["reference"] * grad
 
 
-def test_the_backend_shows_without_shapes() -> None:
-    """As part of a second name: a profile without shapes has nothing but names."""
-    q, k, v = dense(grad=True)
-    events = recorded(lambda: tw.attention(q, k, v, backend="reference").sum().backward(), shapes=False)
-    assert [event.name for event in events] == [
-        FORWARD, f"{FORWARD}.reference", BACKWARD, f"{BACKWARD}.reference",
-    ]  # fmt: skip
-
-
-def test_the_trace_that_is_exported_says_the_same(tmp_path: Path) -> None:
-    q, k, v = dense()
-    with settings.quiet_profiler(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
-        tw.attention(q, k, v, backend="cpu")
-    seen.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    (event,) = [event for event in events if event.get("name") == FORWARD]
-    assert event["args"]["backend"] == "cpu"
-    assert event["args"]["Input Dims"][:3] == [Q, KV, KV]
-
-
 def packed() -> Callable[[], Any]:
     q, cu = torch.randn(5, 2, 8), int32(0, 2, 5)
     return lambda: tw.attention_varlen(q, q, q, cu, cu, backend="cpu")
@@ -124,45 +97,6 @@ def test_every_kind_of_call_shows(make: Callable[[], Callable[[], Any]]) -> None
     (event,) = named(recorded(make()), FORWARD)
     assert event.kwinputs["backend"] == "cpu"
     assert event.kwinputs["kind"] == {packed: "varlen", paged: "paged", quantised: "dense"}[make]
-
-
-def test_shared_prefixes_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pass of a call whose prefix is attended apart: of the own keys, and of those shared."""
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)  # apart it is, however many threads there are
-    many, keys = 4, 16 * 128
-    pages = torch.randn(16 + many, 128, 2, 64)
-    table = torch.cat([torch.arange(16).expand(many, 16), 16 + torch.arange(many)[:, None]], 1).to(torch.int32)
-    own = torch.full((many,), 100, dtype=torch.int32)
-    shared = SharedPrefix(
-        (Group(many, many, keys),), table[:1, :16].contiguous(), int32(keys), int32(0, many), None,
-        table[:, 16:].contiguous(), own,
-    )  # fmt: skip
-    q, lengths = torch.randn(many, 4, 64), own + keys
-    plan = tw.explain(q, pages, pages, block_table=table, seqlens_k=lengths, shared_prefix=shared)
-    assert "saves about" in str(plan)
-    events = recorded(lambda: tw.attention_paged(q, pages, pages, table, lengths, shared_prefix=shared))
-    assert len(named(events, FORWARD)) == 2
-
-
-def test_pieces_of_context_parallelism_show(tmp_path: Path) -> None:
-    from tilewise.distributed import context_parallel_attention
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        q, k, v = dense(grad=True)
-        events = recorded(lambda: context_parallel_attention(q, k, v, mesh, causal=True).sum().backward())
-    finally:
-        torch.distributed.destroy_process_group()
-    assert named(events, FORWARD)
-    assert named(events, BACKWARD)
-
-
-def test_merging_shows() -> None:
-    out, lse = tw.attention(*dense(), return_lse=True)
-    (event,) = recorded(lambda: tw.merge(out, lse, out, lse))
-    assert event.name == "tilewise::merge"
-    assert event.input_shapes[0] == Q
 
 
 class Ranges:
@@ -203,30 +137,7 @@ def test_nvtx_ranges_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ranges.names) == 4
 
 
-def test_nvtx_is_read_from_the_environment() -> None:
-    assert settings.read({"TILEWISE_NVTX": "1"}).nvtx
-    assert not settings.read({}).nvtx
-    with pytest.raises(tw.InvalidProblem, match="TILEWISE_NVTX"):
-        settings.read({"TILEWISE_NVTX": "yes"})
-
-
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has NVTX")
 def test_nvtx_without_cuda_is_refused() -> None:
     with settings.overridden(nvtx=True), pytest.raises(tw.Unsupported, match="TILEWISE_NVTX"):
         tw.attention(*dense())
-
-
-def test_a_pass_that_fails_ends_its_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges = Ranges(monkeypatch)
-    from tilewise import dispatch
-
-    q, k, v = dense()
-    tw.attention(q, k, v, backend="reference")
-
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(type(dispatch.load("reference")), "forward", fail)
-    with settings.overridden(nvtx=True), pytest.raises(RuntimeError, match="no memory"):
-        tw.attention(q, k, v, backend="reference")
-    assert (len(ranges.names), ranges.depth) == (1, 0)

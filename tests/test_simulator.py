@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -20,17 +19,14 @@ from tilewise.plan import cost
 from tilewise.plan.cost import Traffic
 from tilewise.simulator import (
     Algorithm,
-    Compute,
     Free,
     Load,
     Machine,
     Rescale,
-    Skip,
     Store,
     Trace,
     Workload,
     count,
-    counts_after_each,
     replay,
     schedule,
     simulate,
@@ -206,27 +202,6 @@ def test_simulated_work_is_the_closed_form(work: Workload) -> None:
 
 @FEW
 @given(work=workloads)
-def test_paging_moves_what_a_contiguous_cache_moves(work: Workload) -> None:
-    table = tuple(reversed(range(-(-work.seqlen_k // work.block_n))))
-    paged = count(schedule("paged", dataclasses.replace(work, block_table=table)))
-    assert paged == count(schedule("decode", work))
-
-
-@FEW
-@given(work=workloads)
-def test_tiles_are_visited_and_masked_as_masks_says(work: Workload) -> None:
-    expected = work.band.count_tiles(work.grid)
-    for algorithm in ("fa1", "fa2", "backward", "decode"):
-        events = schedule(algorithm, work).events
-        visited = [e for e in events if isinstance(e, Compute) and e.op == "scores"]
-        masked = [e for e in events if isinstance(e, Compute) and e.op == "mask"]
-        skipped = [e for e in events if isinstance(e, Skip)]
-        assert (len(visited), len(masked), len(skipped)) == (expected.visited, expected.partial, expected.skipped)
-        assert len({(e.m_block, e.n_block) for e in (*visited, *skipped)}) == expected.visited + expected.skipped
-
-
-@FEW
-@given(work=workloads)
 def test_the_peak_of_fast_memory_is_the_closed_form(work: Workload) -> None:
     work = dataclasses.replace(work, left=None, right=None)
     grid = TileGrid(min(work.block_m, work.seqlen_q), min(work.block_n, work.seqlen_k))
@@ -240,96 +215,7 @@ def test_the_peak_of_fast_memory_is_the_closed_form(work: Workload) -> None:
 # --- facts: figures that papers and lessons on FlashAttention show
 
 
-def test_naive_traffic_at_2048_tokens() -> None:
-    counts = count(schedule("naive", Workload(2048, 2048, 64, 64, block_m=128, block_n=128)))
-    assert (counts.traffic.reads, counts.traffic.writes) == (8_781_824, 8_519_680)
-    assert counts.traffic.elements == 17_301_504
-    matrices = sum(
-        e.elements
-        for e in schedule("naive", Workload(2048, 2048, 64, 64, block_m=128, block_n=128)).events
-        if isinstance(e, (Load, Store)) and e.array in ("s", "p")
-    )
-    assert matrices == 16_777_216
-    assert round(100 * matrices / counts.traffic.elements) == 97
-
-
-@pytest.mark.parametrize(
-    ("seqlen", "naive", "tiled", "ratio"),
-    [
-        (256, 327_680, 98_304, 3.3),
-        (512, 1_179_648, 327_680, 3.6),
-        (1024, 4_456_448, 1_179_648, 3.8),
-        (2048, 17_301_504, 4_456_448, 3.9),
-        (4096, 68_157_440, 17_301_504, 3.9),
-    ],
-)
-def test_naive_against_tiled_traffic(seqlen: int, naive: int, tiled: int, ratio: float) -> None:
-    work = Workload(seqlen, seqlen, 64, 64, block_m=128, block_n=128)
-    assert count(schedule("naive", work)).traffic.elements == naive
-    assert count(schedule("fa2", work)).traffic.elements == tiled
-    assert round(naive / tiled, 1) == ratio
-
-
-def stores_of(trace: Trace, array: str) -> int:
-    return sum(1 for event in trace.events if isinstance(event, Store) and event.array == array)
-
-
-def loads_of(trace: Trace, array: str) -> int:
-    return sum(1 for event in trace.events if isinstance(event, Load) and event.array == array)
-
-
-@pytest.mark.parametrize("blocks", [1, 3, 8])
-def test_fa1_moves_the_state_once_per_pair_of_tiles_and_fa2_once_per_query_tile(blocks: int) -> None:
-    work = Workload(2 * blocks, 2 * blocks, 4, 4, block_m=2, block_n=2)
-    fa1, fa2 = schedule("fa1", work), schedule("fa2", work)
-    for array in ("out", "row_max", "row_sum"):
-        assert loads_of(fa1, array) == stores_of(fa1, array) == blocks**2
-    assert loads_of(fa2, "out") == 0
-    assert stores_of(fa2, "out") == stores_of(fa2, "lse") == blocks
-    assert (loads_of(fa1, "k"), loads_of(fa2, "q")) == (blocks, blocks)
-
-
-@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
-def test_six_tokens_in_blocks_of_two_take_27_steps(algorithm: Algorithm) -> None:
-    trace = schedule(algorithm, Workload(6, 6, 4, 4, block_m=2, block_n=2))
-    steps = list(trace.steps())
-    assert len({(step[0].m_block, step[0].n_block) for step in steps}) == 9
-    assert [step[0].phase for step in steps] == ["scores", "softmax", "values"] * 9
-    assert trace.num_steps == 27
-
-
-def test_matmul_of_4x4_in_tiles_of_2x2() -> None:
-    work = Workload(4, 4, 4, 4, block_m=2, block_n=2, block_k=2)
-    naive, tiled = schedule("matmul_naive", work), schedule("matmul", work)
-    assert (naive.num_steps, count(naive).traffic.reads) == (16, 128)
-    assert (tiled.num_steps, count(tiled).traffic.reads) == (8, 64)
-
-
-def test_causal_skips_about_half() -> None:
-    counts = count(schedule("fa2", Workload(64, 64, 4, 4, block_m=4, block_n=4, right=0)))
-    assert counts.skipped == 120 * 16
-    assert counts.scores == 136 * 16
-
-
-def test_the_backward_keeps_no_matrix_and_recomputes_each_visited_tile() -> None:
-    work = Workload(8, 8, 4, 4, block_m=2, block_n=2, right=0)
-    trace = schedule("backward", work)
-    assert trace.kept == ("q", "k", "v", "out", "lse")
-    recomputed = {(e.m_block, e.n_block) for e in trace.events if isinstance(e, Compute) and e.op == "probabilities"}
-    assert recomputed == {(m, n) for m in range(4) for n in range(m + 1)}
-    assert all(spec.rows * spec.cols < 64 for spec in trace.arrays.values())
-
-
 # --- the model itself
-
-
-def test_the_counts_after_each_event_add_up() -> None:
-    trace = schedule("fa2", workload(right=0))
-    running = list(counts_after_each(trace))
-    assert running[-1] == count(trace)
-    assert max(counts.fast_bytes for counts in running) == running[-1].peak_bytes
-    assert running[0].bytes_read == trace.events[0].bytes > 0
-    assert all(later.bytes_read >= earlier.bytes_read for earlier, later in itertools.pairwise(running))
 
 
 def test_too_little_fast_memory_is_refused_with_the_need_and_its_holders() -> None:

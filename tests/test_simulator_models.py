@@ -35,13 +35,6 @@ def cut(value: float, digits: int) -> float:
     return math.floor(value * 10.0**digits) / 10.0**digits
 
 
-def test_row_whose_second_block_brings_the_maximum() -> None:
-    first, second = online_softmax([2, 8, 1, 9, 3, 7], 3).states
-    assert (first.row_max, round(first.row_sum, 4)) == (8, 1.0034)
-    assert round(second.correction, 3) == 0.368
-    assert (second.row_max, cut(second.row_sum, 3)) == (9, 1.506)
-
-
 def test_row_with_its_softmax() -> None:
     found = online_softmax([1, 2, 3, 6, 2, 1], 3)
     first, second = found.states
@@ -104,17 +97,6 @@ def test_pages_go_out_on_demand_and_the_page_of_c_is_reused_by_e() -> None:
     assert pool.events[-2:] == [PageEvent("free", "C", page_of_c), PageEvent("take", "E", page_of_c)]
 
 
-def test_requests_grow_into_their_last_page_first() -> None:
-    pool = PagePool(num_pages=2, page_size=4)
-    assert pool.arrive("A", 3)
-    assert pool.append("A")
-    assert pool.tables["A"] == [0]
-    assert pool.append("A")
-    assert pool.tables["A"] == [0, 1]
-    assert not pool.append("A", 4)
-    assert (pool.tokens["A"], pool.events[-1]) == (5, PageEvent("refuse", "A"))
-
-
 def test_shared_pages_are_copied_before_a_write() -> None:
     pool = PagePool(num_pages=4, page_size=4)
     pool.arrive("A", 6)
@@ -129,34 +111,6 @@ def test_shared_pages_are_copied_before_a_write() -> None:
     assert (pool.reserved_pages, pool.holders[0]) == (2, 1)
     pool.finish("B")
     assert pool.reserved_pages == 0
-
-
-def test_a_copy_needs_a_page() -> None:
-    pool = PagePool(num_pages=2, page_size=4)
-    pool.arrive("A", 6)
-    pool.fork("A", "B")
-    assert not pool.append("B")
-    assert pool.tables["B"] == [0, 1]
-
-
-def test_paging_uses_nine_tenths_of_its_memory_where_reservation_uses_a_third() -> None:
-    lengths = [64 + 97 * index % 1200 for index in range(100)]
-    paged, reserved = PagePool(num_pages=20_000, page_size=16), ContiguousPool(20_000, 16, max_tokens=2048)
-    for index, tokens in enumerate(lengths):
-        assert paged.arrive(str(index), tokens)
-        assert reserved.arrive(str(index), tokens)
-    assert paged.utilisation > 0.9
-    assert 0.2 < reserved.utilisation < 0.4
-
-
-def test_a_shared_system_prompt_saves_a_third_of_the_memory() -> None:
-    shared, apart = PagePool(num_pages=10_000, page_size=16), PagePool(num_pages=10_000, page_size=16)
-    shared.arrive("system", 500)
-    for index in range(20):
-        shared.fork("system", str(index))
-        assert shared.append(str(index), 700)
-        assert apart.arrive(str(index), 1200)
-    assert 0.3 < 1 - shared.reserved_pages / apart.reserved_pages < 0.5
 
 
 @pytest.mark.parametrize(
@@ -174,21 +128,6 @@ def test_misuse_is_refused(misuse: object) -> None:
     assert callable(misuse)
     with pytest.raises(tw.InvalidProblem):
         misuse()
-
-
-def test_a_name_is_taken_once() -> None:
-    for pool in (PagePool(4, 4), ContiguousPool(8, 4, 16)):
-        pool.arrive("A", 1)
-        with pytest.raises(tw.InvalidProblem, match="a new name"):
-            pool.arrive("A", 1)
-
-
-def test_a_slot_holds_no_more_than_its_maximum() -> None:
-    pool = ContiguousPool(num_pages=20, page_size=4, max_tokens=16)
-    assert len(pool.slots) == 5
-    assert not pool.arrive("A", 17)
-    assert pool.arrive("A", 16)
-    assert not pool.append("A")
 
 
 # --- the page about it

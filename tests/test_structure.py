@@ -14,7 +14,7 @@ PACKAGE = Path(tilewise.__file__).parent
 
 # What each part may import from tilewise: data flows one way. The leaves anyone may use.
 LEAVES = {"errors", "lasting", "outputs", "process", "settings", "subclasses", "totals", "version", "units"}
-SPINE = {"problem", "operands", "masks", "numerics", "device", "dequantising"}
+SPINE = {"problem", "operands", "masks", "numerics", "device", "dequantising", "tiles"}
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "lasting": set(),
@@ -29,29 +29,32 @@ ARROWS: dict[str, set[str]] = {
     "problem": set(),
     "operands": set(),
     "masks": set(),
+    "tiles": set(),
+    "tile_masks": {"masks", "tiles"},
     "numerics": set(),
     "device": set(),
     "fp8": {"numerics", "dispatch"},
     "canonical": {"operands", "problem"},
     "dequantising": {"operands", "problem"},
-    "validation": {"fp8", "problem", "operands", "masks", "schemas", "backends.__init__"},
+    "validation": {"fp8", "problem", "operands", "masks", "schemas", "tile_masks", "tiles", "backends.__init__"},
     "dispatch": {"backends", "problem", "device"},
     "batching": {"operands"},
     "calls": {"device"},
-    "derivatives": set(),
+    "derivatives": {"backends", "batching", "calls", "canonical", "device", "dispatch", "flops", "operands", "problem"}
+    | {"schemas", "tracing", "validation"},
     "schemas": {"operands", "problem"},
     "sharded": {"operands", "problem", "validation"},
     "tracing": {"problem"},
     "flops": {"calls", "operands", "problem", "schemas", "validation"},
     "ops": {"batching", "calls", "derivatives", "dispatch", "validation", "canonical", "device", "backends"}
     | {"flops", "problem", "operands", "schemas", "tracing"},
-    "cascade": {"ops", "tracing", "validation", "dispatch", "operands", "problem", "numerics", "device"},
-    "api": {"backends", "calls", "cascade", "dispatch", "fp8", "numerics", "operands", "ops", "problem", "sharded"}
-    | {"tracing", "validation"},
-    "kv": {"fp8", "api", "canonical", "cascade", "dispatch", "plan", "problem"},
+    "cascade": {"derivatives", "ops", "tracing", "validation", "dispatch", "operands", "problem", "numerics", "device"},
+    "api": {"backends", "calls", "cascade", "derivatives", "dispatch", "fp8", "numerics", "operands", "ops", "problem"}
+    | {"sharded", "tile_masks", "tracing", "validation"},
+    "kv": {"fp8", "api", "canonical", "cascade", "derivatives", "dispatch", "plan", "problem"},
     "backends": SPINE | {"fp8"},
-    "plan": SPINE | {"fp8", "validation", "dispatch", "cascade", "figures"},
-    "testing": SPINE | {"fp8", "api", "__init__", "backends", "dispatch", "validation"},
+    "plan": SPINE | {"fp8", "tile_masks", "validation", "dispatch", "cascade", "figures"},
+    "testing": SPINE | {"fp8", "tile_masks", "api", "__init__", "backends", "dispatch", "validation"},
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
     "bench": {"api", "device", "testing"},
@@ -60,9 +63,9 @@ ARROWS: dict[str, set[str]] = {
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}
     | {"distributed", "explorer", "figures", "fp8"},
     "nn": {"api", "validation"},
-    "integrations": {"fp8", "api", "numerics", "ops", "operands", "nn", "kv", "problem"},
+    "integrations": {"fp8", "tile_masks", "tiles", "api", "numerics", "ops", "operands", "nn", "kv", "problem"},
     "__main__": {"cli"},
-    "__init__": {"api", "backends", "kv", "plan"},
+    "__init__": {"api", "backends", "kv", "plan", "tile_masks"},
 }
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
 import tilewise as tw
+from making import int32, randn
 from tilewise import fp8
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.fp8 import Fp8Tensor
@@ -54,14 +55,6 @@ class Quiet(Named):
     """The same, whose results are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def int32(*values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 Q, ROWS, PAGES = randn(2, 4, 5, 8), randn(9, 4, 8), randn(6, 4, 4, 8)

@@ -11,8 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise.backends.reference.tiled import fa1, fa2
+from tilewise.backends.reference.tiled_derivatives import second_gradient, tangent
 from tilewise.masks import Band, TileGrid
 from tilewise.plan.cost import forward_flops, scores_computed
+
+# Of torch's own rules for forward derivatives.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 Textbook = Callable[..., tuple[Tensor, Tensor]]
 BOTH = pytest.mark.parametrize("algorithm", [fa1, fa2])
@@ -107,3 +111,28 @@ def test_a_poisoned_tile_reaches_only_the_queries_that_visit_it(algorithm: Textb
     assert out[:16].isfinite().all()
     assert lse[:16].isfinite().all()
     assert out[16:].isnan().all()
+
+
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(13, 13), (7, 19), (19, 7)])
+def test_tiled_derivatives_are_those_of_the_specification(name: str, seqlen_q: int, seqlen_k: int) -> None:
+    left, right = BANDS[name]
+    operands, band, grid = inputs(seqlen_q, seqlen_k), Band(seqlen_q, seqlen_k, left, right), TileGrid(4, 5)
+    tangents = tuple(t.roll(1, 0).sin() for t in operands)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return specified(q, k, v, left, right)
+
+    expected = torch.func.jvp(attend, operands, tangents)
+    results = tangent(operands, tangents, band=band, grid=grid)  # type: ignore[arg-type]
+    torch.testing.assert_close(results, (*expected[0], *expected[1]))
+
+    dout, dlse = results[0].cos(), results[3].cos()
+
+    def pulled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dot_out, dot_lse = torch.func.jvp(attend, (q, k, v), tangents)[1]
+        total: Tensor = (dot_out * dout).sum() + (dot_lse * dlse).sum()
+        return total
+
+    mine = second_gradient(operands, tangents, results, (dout, dlse), band=band, grid=grid)  # type: ignore[arg-type]
+    torch.testing.assert_close(mine, torch.func.grad(pulled, argnums=(0, 1, 2))(*operands))

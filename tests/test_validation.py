@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import int32
 from tilewise import dispatch, settings
 
 Arguments = dict[str, Any]
@@ -18,10 +19,6 @@ Arguments = dict[str, Any]
 
 def dense(**changes: Any) -> Arguments:
     return {"q": torch.zeros(2, 4, 5, 8), "k": torch.zeros(2, 2, 7, 8), "v": torch.zeros(2, 2, 7, 8)} | changes
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def packed(**changes: Any) -> Arguments:
@@ -51,7 +48,7 @@ Call = Callable[..., Any]
 # (call, arguments, the argument that is named, a part of what is expected, a part of what came)
 MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
     "q is a list": (tw.attention, dense(q=[1.0]), "q", "a torch.Tensor", "list"),
-    "mask is a list": (tw.attention, dense(mask=[True]), "mask", "a torch.Tensor or None", "list"),
+    "mask is a list": (tw.attention, dense(mask=[True]), "mask", "a torch.Tensor, a TileMask or None", "list"),
     "rank 3 q": (tw.attention, dense(q=torch.zeros(4, 5, 8)), "q", "4 dimensions", "(4, 5, 8)"),
     "rank 5 v": (tw.attention, dense(v=torch.zeros(1, 2, 2, 7, 8)), "v", "4 dimensions", "(1, 2, 2, 7, 8)"),
     "rank 4 packed q": (tw.attention_varlen, packed(q=torch.zeros(1, 5, 4, 8)), "q", "3 dimensions", "(1, 5, 4, 8)"),
@@ -384,18 +381,6 @@ def test_totals_of_int64_are_those_of_int32(which: str, by: str) -> None:
         results.append((out, lse, *torch.autograd.grad(out.square().sum(), tensors)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-def test_totals_of_int64_compile_and_serve_pages_and_plans() -> None:
-    q, k, v, cu_q, cu_k = random_packed()
-    want = tw.attention_varlen(q, k, v, cu_q, cu_k)
-    compiled = torch.compile(tw.attention_varlen, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert torch.equal(compiled(q, k, v, cu_q.long(), cu_k.long()), want)
-    assert tw.explain(q, k, v, cu_seqlens_q=cu_q.long(), cu_seqlens_k=cu_k.long()).backend is not None
-    pages = torch.randn(6, 4, 2, 8)
-    given: Arguments = {"block_table": torch.arange(6).int().view(3, 2), "seqlens_k": int32(6, 3, 8)}
-    out = tw.attention_paged(q, pages, pages, **given, cu_seqlens_q=cu_q.long(), max_seqlen_q=6)
-    assert torch.equal(out, tw.attention_paged(q, pages, pages, **given, cu_seqlens_q=cu_q, max_seqlen_q=6))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -21,7 +21,7 @@ from tilewise import device
 from tilewise.backends.gpu import releases
 from tilewise.backends.gpu.compilation import compile_call
 from tilewise.backends.hopper.configs import BackwardConfig
-from tilewise.backends.hopper.offline import calls_of
+from tilewise.backends.hopper.launch import calls_of
 from tilewise.problem import AttentionProblem
 
 __all__ = ["HOPPER", "Resources", "compiled", "resources"]

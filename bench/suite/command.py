@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from suite import measuring
 from suite.cases import Case, select
 from suite.compile_ahead import compile_ahead
 from suite.cpu_cases import cpu_cases
@@ -78,7 +79,7 @@ def execute(options: Options, announce: Callable[[str], None]) -> Results:
     return Results(
         machine=machine.machine(),
         versions=machine.versions(),
-        commit=options.commit or machine.commit(),
+        commit=options.commit or measuring.commit(),
         date=dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         options={
             "device": device,

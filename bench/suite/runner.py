@@ -16,10 +16,10 @@ from suite.checking import Checker
 from suite.first_call import first_call_seconds
 from suite.implementations import Implementation, NotApplicable, Prepared, chosen_backend, results_of
 from suite.inputs import Inputs, make_inputs
+from suite.measuring import HostClock, extra_memory
 from suite.results import CaseResult, Measured
 from tilewise import device
-from tilewise.bench.memory import extra_memory
-from tilewise.bench.timing import Clock, CpuClock, CudaClock, Entrant, HostClock, Summary, describe, race, summarise
+from tilewise.bench.timing import Clock, CpuClock, CudaClock, Entrant, Summary, describe, race, summarise
 
 __all__ = ["Limits", "run"]
 

@@ -16,6 +16,7 @@ from tilewise.api import (
     unregister_backend,
 )
 from tilewise.errors import InvalidProblem, OutOfPages, TilewiseError, Unsupported
+from tilewise.tile_masks import TileMask, tile_mask
 from tilewise.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "Plan",
+    "TileMask",
     "TilewiseError",
     "Unsupported",
     "attention",
@@ -39,6 +41,7 @@ __all__ = [
     "explain",
     "merge",
     "register_backend",
+    "tile_mask",
     "unregister_backend",
 ]
 

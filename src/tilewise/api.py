@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from tilewise import calls, cascade, dispatch, ops, sharded, tracing, validation
+from tilewise import calls, cascade, derivatives, dispatch, ops, sharded, tracing, validation
 from tilewise.backends.base import Backend
-from tilewise.errors import InvalidProblem
+from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.numerics import merge_partials
 from tilewise.operands import Operands, Options, Wanted, Window
 from tilewise.problem import Kind
+from tilewise.tile_masks import TileMask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         causal: bool
         window: Window | None
         bias: Tensor | None
-        mask: Tensor | None
+        mask: Tensor | TileMask | None
         alibi_slopes: Tensor | None
         softcap: float | None
         sinks: Tensor | None
@@ -76,6 +77,7 @@ __all__ = [
 Attended = Tensor | Fp8Tensor
 # The index tensors (the operands between v and bias) of a call that has none.
 NO_INDICES = (None,) * Operands._fields.index("bias")
+MASK = Operands._fields.index("mask")
 
 
 @overload
@@ -96,7 +98,7 @@ def attention(
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -119,7 +121,7 @@ def attention(
     causal         query i sees key j if j <= i + seqlen_k - seqlen_q: the last query sees all keys
     window         (left, right): only keys from i - left to i + right, counted like `causal`; None: no bound
     bias           added to the scores; broadcasts to (batch, num_heads, seqlen_q, seqlen_k); differentiable
-    mask           boolean, True where a query may see a key; broadcasts like bias
+    mask           boolean, True where a query may see a key; broadcasts like bias; or a TileMask, which skips tiles
     alibi_slopes   (num_heads,) or (batch, num_heads): scores lose slope * distance
     softcap        scores become softcap * tanh(score / softcap)
     sinks          (num_heads,): a logit per head that joins the denominator and has no value; differentiable
@@ -172,7 +174,7 @@ def attention_varlen(
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -240,7 +242,7 @@ def attention_paged(
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -286,9 +288,20 @@ def _attend(
     bias, mask, alibi_slopes, sinks = scores
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         given = (*given, *NO_INDICES[len(given) :], *scores)
-    tensors, about, groups = given, (), None
+    tensors: tuple[Any, ...] = given
+    about: tuple[Any, ...] = ()
+    groups = None
+    if mask.__class__ is TileMask:
+        if mask.tiles.device.type == "cuda":
+            raise Unsupported(
+                "tile masks are not computed on a GPU yet: the kernels are written, but have not been checked on one; "
+                "pass mask=mask.dense() instead, which skips no tiles"
+            )
+        tensors = (*given[:MASK], None, *given[MASK + 1 :], mask.tiles, mask.bits, mask.lists)
+        about = (mask.seqlen_q, mask.seqlen_k)
     if given[2].__class__ is Fp8Tensor:
-        tensors, about = validation.taken_apart(given)
+        tensors, scales = validation.taken_apart(tensors)
+        about += scales
     count, slot, places = len(tensors), None, None
     if shared_prefix.__class__ is cascade.SharedPrefix:
         groups = shared_prefix[0]
@@ -325,6 +338,7 @@ def attention_after(
     trace validation: they see `write` and the attention as separate steps. `others` are the call's tensors and options.
     """
     given, options = _sorted(attended, others)
+    derivatives.refuse_tangents([t for t in given if isinstance(t, Tensor)])
     operands, flags = validation.checked(kind, given, options, cast=False, needs_grad=False)
     q, k, v = operands[:3]
     query, key, value = validation.autocast_looks(q, k, v)

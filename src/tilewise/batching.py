@@ -12,15 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.operands import Flags, Operands, Wanted
+from tilewise.operands import Flags, Operands, Tangents, Wanted
 
-__all__ = ["backward_rule", "forward_rule"]
+__all__ = ["backward_rule", "forward_rule", "tangent_rule", "twice_rule", "vmapped"]
 
 Op = Callable[..., tuple[Tensor, ...]]
 Batched = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
 # Arguments before the operands in a backward op: dout, dlse, out, lse, wanted.
 SAVED = 5
 BIAS = Wanted._fields.index("dbias")
+# The same for a twice op: dout, dlse, out, lse and their tangents, wanted. Tangents follow, as in a tangent op.
+SAVED_TWICE, ALONG = 7, len(Tangents._fields)
+
+
+def vmapped(
+    names: Sequence[str], name: str, rule: Callable[..., Batched], info: Any, in_dims: Any, *args: Any
+) -> Batched:
+    """The rule of the op tilewise::<name>, as `torch.library.register_vmap` calls it."""
+    return rule(getattr(torch.ops.tilewise, name).default, names, info.batch_size, in_dims, args)
 
 
 def forward_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:
@@ -55,9 +64,58 @@ def backward_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence
     return tuple(found), tuple([0 if want else None for want in wanted])
 
 
+def tangent_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:
+    """As `forward_rule`, for a tangent op."""
+    batch, folded = _folded_with_tangents(names, examples, in_dims, args)
+    if folded is None:
+        return _one_by_one(op, examples, in_dims, args)
+    results = op(*folded)
+    return tuple(_unfolded(r, examples, batch) for r in results), (0,) * len(results)
+
+
+def twice_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:
+    """As `backward_rule`, for a twice op."""
+    saved, rest = args[:SAVED_TWICE], args[SAVED_TWICE:]
+    wanted = Wanted(*saved[-1])
+    dims = in_dims[SAVED_TWICE:]
+    batch, folded = _folded_with_tangents(names, examples, dims, rest, spread_bias=wanted.dbias)
+    if folded is None or wanted.dsinks:
+        return _one_by_one(op, examples, in_dims, args)
+    results = [_folded("out", t, d, examples, batch) for t, d in zip(saved[:-1], in_dims, strict=False)]
+    gradients = op(*results, list(wanted), *folded)
+    found = [_unfolded(g, examples, batch) if want else g for g, want in zip(gradients, wanted, strict=True)]
+    place = ALONG + list(names).index("bias")
+    if wanted.dbias and rest[place] is not None:
+        found[BIAS] = _reduced(found[BIAS], rest[place], dims[place])
+    return tuple(found), tuple([0 if want else None for want in wanted])
+
+
+def _folded_with_tangents(
+    names: Sequence[str], examples: int, in_dims: Sequence[Any], args: Sequence[Any], *, spread_bias: bool = False
+) -> tuple[int, list[Any] | None]:
+    """The batch of one example, and tangents, operands and flags with the examples folded in: None if that is not the
+    same computation.
+    """
+    every = [f"{name} tangent" for name in Tangents._fields] + list(names)
+    given, dims = dict(zip(every, args, strict=False)), dict(zip(every, in_dims, strict=False))
+    flags = Flags(*args[len(every) :])
+    batch = given["q"].shape[1 if dims["q"] == 0 else 0]
+    if not _folds(names, flags, dims) or dims["sinks tangent"] is not None:
+        return batch, None
+    folded: dict[str, Any] = {
+        name: _folded(name.split()[0], given[name], dims[name], examples, batch) for name in every
+    }
+    if spread_bias or dims["bias tangent"] is not None or dims["bias"] is not None:
+        # Bias and tangent have one shape; each example has its own gradient.
+        for name in ("bias", "bias tangent"):
+            folded[name] = _spread(given[name], dims[name], examples, batch)
+    return batch, [*folded.values(), *flags]
+
+
 def _folds(names: Sequence[str], flags: Flags, dims: dict[str, int | None]) -> bool:
     dense = "cu_seqlens_q" not in names and "block_table" not in names
-    return dense and flags.dropout == 0.0 and dims["sinks"] is None
+    shared = all(dims[name] is None for name in ("sinks", "tiles", "tile_bits", "tile_lists"))
+    return dense and flags.dropout == 0.0 and shared
 
 
 def _batch(operands: Operands, dims: dict[str, int | None]) -> int:
@@ -67,9 +125,11 @@ def _batch(operands: Operands, dims: dict[str, int | None]) -> int:
 
 def _folded(name: str, tensor: Tensor | None, dim: int | None, examples: int, batch: int) -> Tensor | None:
     """The operand with `examples` folded into its batch. One that is shared and broadcast stays unchanged."""
-    if tensor is None or (dim is None and name in ("sinks", "seed")):
+    if tensor is None or (dim is None and name in ("sinks", "seed", "tile_bits")):
         return tensor
-    if name in ("bias", "mask"):
+    if name == "tile_lists":
+        return None  # those of the folded map are made when it is read
+    if name in ("bias", "mask", "tiles"):
         shared = dim is None and (tensor.dim() < 4 or tensor.shape[0] == 1)
         return tensor if shared else _spread(tensor, dim, examples, batch)
     if name == "alibi_slopes":

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.operands import Gradients, Operands
+from tilewise.operands import Gradients, Operands, Tangents
 from tilewise.problem import AttentionProblem
 
-__all__ = ["COUNTS", "canonical", "contiguous_last", "heads_first", "restored"]
+__all__ = ["COUNTS", "canonical", "canonical_tangents", "contiguous_last", "heads_first", "restored"]
 
 # Index tensors.
 COUNTS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
 
 
 def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
-    """Heads-first q, k, v with a contiguous last dimension; bias, mask and slopes expanded without a copy.
+    """Heads-first q, k, v with a contiguous last dimension; bias, masks and slopes expanded without a copy.
 
     Lengths and block tables become contiguous too (`n.expand(batch)` has stride 0), and int64 becomes int32: validation
     has checked that the row counts fit.
@@ -25,19 +25,29 @@ def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
     if problem.layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     q, k, v = contiguous_last(q), contiguous_last(k), contiguous_last(v)
-    if not (problem.bias_shape or problem.mask_shape or problem.has_alibi):
+    if not (problem.bias_shape or problem.mask_shape or problem.tiles_shape or problem.has_alibi):
         same = q is operands.q and k is operands.k and v is operands.v
         return operands if same else Operands(q, k, v, *rest)
     scores = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-    slopes = operands.alibi_slopes
+    slopes, tiles = operands.alibi_slopes, operands.tiles
     return operands._replace(
         q=q,
         k=k,
         v=v,
         bias=None if operands.bias is None else operands.bias.expand(scores),
         mask=None if operands.mask is None else operands.mask.expand(scores),
+        tiles=None if tiles is None else tiles.expand(problem.batch, problem.num_heads, -1, -1),
         alibi_slopes=None if slopes is None else slopes.expand(problem.batch, problem.num_heads),
     )
+
+
+def canonical_tangents(problem: AttentionProblem, tangents: Tangents) -> Tangents:
+    """Tangents in the form of their canonical operands."""
+    q, k, v = (None if t is None else contiguous_last(heads_first(problem, t)) for t in tangents[:3])
+    bias = tangents.bias
+    if bias is not None:
+        bias = bias.expand(problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    return Tangents(q, k, v, bias, tangents.sinks)
 
 
 def _with_counts(operands: Operands) -> Operands:

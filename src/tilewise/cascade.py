@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise import derivatives, dispatch, ops, settings, tracing, validation
 from tilewise import device as devices
-from tilewise import dispatch, ops, settings, tracing, validation
 from tilewise.backends.base import Serving
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
-from tilewise.numerics import merge_partials
+from tilewise.numerics import merge_rows
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
 
@@ -106,13 +107,14 @@ def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Device
     """Why the prefix is not attended separately, or None if it is."""
     if flags.window_left is not None or (flags.window_right is not None and not flags.causal):
         return "a window ends in another place of the prefix for every sequence"
-    for name in ("alibi_slopes", "bias", "mask"):
+    for name in ("alibi_slopes", "bias", "mask", "tiles"):
         if getattr(operands, name) is not None:
+            name = "mask" if name == "tiles" else name
             return f"{name} is another one for every sequence of a group"
     if operands.q_scale is not None:
         return "q in e4m3 has scales of its sequences, not of the groups"
-    if flags.needs_grad:
-        return "gradients go to every sequence's pages in one pass"
+    if flags.needs_grad or derivatives.is_dual(operands):
+        return "derivatives go to every sequence's pages in one pass"
     if not shared.groups:
         return "no two sequences start with the same page"
     saved, price = saved_seconds(shared, operands, spec), price_seconds(shared, operands, spec)
@@ -191,9 +193,8 @@ def _check_contents(shared: SharedPrefix, num_queries: int) -> None:
 
 
 def bound(
-    shared: SharedPrefix, operands: Operands, flags: Flags, result: tuple[Tensor, Tensor], count: int, *,
-    return_lse: bool,
-) -> Callable[..., Any] | None:  # fmt: skip
+    shared: SharedPrefix, operands: Operands, flags: Flags, result: Sequence[Tensor], count: int, *, return_lse: bool
+) -> Callable[..., Any] | None:
     """The prepared call for later calls with this signature, given the `result` of the first (see calls). None if each
     call must be validated.
 
@@ -215,28 +216,33 @@ def bound(
     if attend is None:
         return None
     own = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True)
-    return _Shared(shared.groups, prefix, own, attend, count, reads=reads, return_lse=return_lse)
+    backend, problem, _, everything = prefix
+    return _Shared(shared.groups, backend, problem, everything, own, attend, count, reads, return_lse)
 
 
+@dataclass(slots=True)
 class _Shared:
     """A call whose prefixes are attended separately. It outlives the tensors it was made with and holds none."""
 
-    __slots__ = (
-        "_attend", "_backend", "_both", "_count", "_flags", "_groups", "_nvtx", "_own", "_problem", "_reads",
-        "_with_lse",
-    )  # fmt: skip
+    _groups: tuple[Group, ...]
+    _backend: Serving
+    _problem: AttentionProblem
+    _flags: Flags
+    _own: ops.Call
+    _attend: Any
+    _count: int
+    _reads: bool
+    _with_lse: bool
+    _nvtx: bool = field(init=False)
+    _both: Any = field(init=False)
 
-    def __init__(
-        self, groups: tuple[Group, ...], prefix: _Direct, own: ops.Call, attend: Any, count: int, *, reads: bool,
-        return_lse: bool,
-    ) -> None:  # fmt: skip
-        self._backend, self._problem, _, self._flags = prefix
-        self._groups, self._own, self._attend, self._count = groups, own, attend, count
-        self._reads, self._with_lse, self._nvtx = reads, return_lse, settings.current().nvtx
+    def __post_init__(self) -> None:
+        self._nvtx, own = settings.current().nvtx, self._own
         # Launch all kernels as one pass, which saves host time. This needs a bound pass for the own keys, and no
         # contents to check or convert before it.
-        unread, first = () if return_lse else ("lse",), None if reads or own.wide else own.bound
-        self._both = None if first is None else self._backend.bind_after(first, attend, count, unread, own.problem)
+        unread, first = () if self._with_lse else ("lse",), None if self._reads or own.wide else own.bound
+        bind = self._backend.bind_after
+        self._both = None if first is None else bind(first, self._attend, self._count, unread, own.problem)
 
     def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> Any:
         if self._reads:
@@ -253,43 +259,39 @@ class _Shared:
             made = self._one_by_one(tensors)
         return (made[0], made[1]) if self._with_lse else made[0]
 
-    def _check(self, tensors: Sequence[Tensor | None]) -> None:
-        hint: Any = tensors[self._count :]
-        given = self._prefix_of(tensors)
-        _check_contents(SharedPrefix(self._groups, *hint), len(given.q))
-        validation.check_contents(self._problem, given, self._flags)
+    def _check(self, tensors: Sequence[Any]) -> None:
+        shared, operands = self._sorted(tensors)
+        _check_contents(shared, len(operands.q))
+        validation.check_contents(self._problem, _prefix(shared, operands, self._flags)[0], self._flags)
 
-    def _prefix_of(self, tensors: Sequence[Tensor | None]) -> Operands:
-        given: Any = Operands(*tensors[: self._count])  # type: ignore[arg-type]
-        table, keys, starts = tensors[self._count : self._count + 3]
-        return Operands(
-            given.q, given.k, given.v, starts, block_table=table, seqlens_k=keys, k_scale=given.k_scale,
-            v_scale=given.v_scale,
-        )  # fmt: skip
+    def _sorted(self, tensors: Sequence[Any]) -> tuple[SharedPrefix, Operands]:
+        return SharedPrefix(self._groups, *tensors[self._count :]), Operands(*tensors[: self._count])
 
-    def _one_by_one(self, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        operands: Any = Operands(*tensors[: self._count])  # type: ignore[arg-type]
-        _, _, _, rows, own_table, own_keys = tensors[self._count :]
-        made: Any = self._own(operands._replace(block_table=own_table, seqlens_k=own_keys))
-        prefix = self._prefix_of(tensors)
+    def _one_by_one(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        shared, operands = self._sorted(tensors)
+        made: Any = self._own(_own(shared, operands))
+        prefix, _ = _prefix(shared, operands, self._flags)
         with tracing.span(tracing.FORWARD, prefix, self._backend.name, self._problem):
-            if self._attend((*prefix, rows, *made)) is None:
-                num_rows = sum(group.rows for group in self._groups)
-                self._backend.attend_prefixes(self._problem, prefix, num_rows, rows, *made)
+            if self._attend((*prefix, shared.rows, *made)) is None:
+                self._backend.attend_prefixes(self._problem, prefix, shared.num_rows, shared.rows, *made)
         out, lse = made
         return out, lse
 
 
 def _unshared(
-    plain: ops.Call, read: tuple[Group, ...] | None, count: int, present: int, tensors: Sequence[Tensor | None],
+    plain: ops.Call,
+    read: tuple[Group, ...] | None,
+    count: int,
+    present: int,
+    tensors: Sequence[Any],
     places: tuple[int, ...] | None = None,
-) -> Any:  # fmt: skip
-    """A cached call whose hint is not followed. The hint's contents are checked if the groups are passed as `read`. The
-    first `count` tensors, `present` of them not None, are those of the call without the hint.
+) -> Any:
+    """A cached call whose hint is not followed; its contents are checked if the groups are passed as `read`.
+
+    The first `count` tensors, `present` of them not None, are those of the call without the hint.
     """
     if read is not None:
-        queries: Any = tensors[0]
-        _check_contents(SharedPrefix(read, *tensors[count:]), len(queries))  # type: ignore[arg-type]
+        _check_contents(SharedPrefix(read, *tensors[count:]), len(tensors[0]))
     return plain(tensors[:count], None if places is None else places[:present])
 
 
@@ -318,10 +320,8 @@ def _own(shared: SharedPrefix, operands: Operands) -> Operands:
 
 def _prefix(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Operands, Flags]:
     """Operands whose sequences are the groups, with all of q. A sink counts once, with each sequence's own keys."""
-    prefix = Operands(
-        operands.q, operands.k, operands.v, cu_seqlens_q=shared.cu_seqlens_q, block_table=shared.block_table,
-        seqlens_k=shared.seqlens_k, k_scale=operands.k_scale, v_scale=operands.v_scale,
-    )  # fmt: skip
+    tables = (shared.cu_seqlens_q, None, shared.block_table, shared.seqlens_k)
+    prefix = Operands(*operands[:3], *tables, k_scale=operands.k_scale, v_scale=operands.v_scale)
     longest = max(group.rows for group in shared.groups)
     return prefix, flags._replace(causal=False, window_left=None, window_right=None, max_seqlen_q=longest)
 
@@ -352,20 +352,8 @@ def _merged(
     out: Tensor, lse: Tensor, prefix_out: Tensor, prefix_lse: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`out` (rows, heads, dim) and `lse` (heads, rows) merged in place with the results of the prefixes."""
-    merge = _merger(out, lse, prefix_out)
-    if merge is not None:
-        merge(out, lse, prefix_out, prefix_lse, rows)
-        return out, lse
-    rows = torch.arange(len(prefix_out), device=out.device) if rows is None else rows
-    both, both_lse = merge_partials(out[rows], lse[:, rows].mT, prefix_out, prefix_lse.mT)
-    out.index_copy_(0, rows, both)
-    lse.index_copy_(1, rows, both_lse.mT)
+    kernel = out.dtype in MERGE_DTYPES and ops.is_plain_eager((out, lse, prefix_out))
+    backend = dispatch.serving(out.device.type) if kernel else None
+    merge = merge_rows if backend is None else backend.merge_rows
+    merge(out, lse, prefix_out, prefix_lse, rows)
     return out, lse
-
-
-def _merger(out: Tensor, *others: Tensor) -> Callable[..., None] | None:
-    """The kernel that merges such results. None if torch must merge: observed calls, or dtypes without a kernel."""
-    if out.dtype not in MERGE_DTYPES or not ops.is_plain_eager((out, *others)):
-        return None
-    backend = dispatch.serving(out.device.type)
-    return None if backend is None else backend.merge_rows

@@ -1,39 +1,137 @@
-"""Refuses what attention does not support: second derivatives, forward-mode derivatives, and torch.jit.trace."""
+"""Derivatives beyond one backward pass: tangents (forward mode) and second derivatives, and what is refused.
+
+With operands x, their tangents x' and cotangents y of the results F(x) = (out, lse), there are three maps, each an op:
+
+    tangent   T(x, x')     = F'(x) x'
+    backward  B(x, y)      = F'(x)^T y
+    twice     D(x, x', y)  = the gradient of <y, F'(x) x'> with respect to x
+
+Their derivatives are one another: the cotangent x' of B gives T(x, x') for y and D(x, x', y) for x; a tangent of B is
+D(x, x', y) + B(x, y'); and the cotangents (y of out and lse, z of out' and lse') of T give B(x, z) for x' and
+B(x, y) + D(x, x', z) for x. So nothing else has to be computed, and D itself is not differentiable: third derivatives
+are refused. See docs/derivatives.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tilewise import batching, calls, device, dispatch, flops, tracing, validation
+from tilewise.backends.base import Differentiating
+from tilewise.canonical import canonical, canonical_tangents, contiguous_last, heads_first, restored
 from tilewise.errors import Unsupported
+from tilewise.operands import Flags, Gradients, Operands, Tangents, Wanted
+from tilewise.problem import AttentionProblem, Kind
+from tilewise.schemas import operand_names, schema, unpack
 
-__all__ = ["refuse_forward_mode", "refuse_second", "refuse_tangents", "refuse_tracing"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "attend_dual",
+    "attend_transformed",
+    "backward",
+    "call_op",
+    "fake_gradients",
+    "gradients_of_dual",
+    "is_dual",
+    "materialised",
+    "pull_backward_op",
+    "refuse_second",
+    "refuse_tangents",
+    "refuse_third",
+    "refuse_tracing",
+    "register",
+    "save_backward_op",
+    "scattered",
+    "split_dual",
+    "wanted_of",
+]
+
+# The operands that have derivatives, in the order of `Wanted`, `Gradients` and `Tangents`.
+DIFFERENTIABLE = Tangents._fields
+# Their indices in `Operands`.
+PLACES = tuple(Operands._fields.index(name) for name in DIFFERENTIABLE)
+COUNT = len(DIFFERENTIABLE)
+# Floating-point operands without a derivative.
+FIXED = tuple(i for i, name in enumerate(Operands._fields) if name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"))
+
+_registering = threading.Lock()
+
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+Sources = tuple[Tensor | None, ...]
+
+
+class Maps(NamedTuple):
+    """The three maps, by the ops or by the functions that torch.func understands."""
+
+    backward: Callable[..., Gradients]
+    tangent: Callable[..., Four]
+    twice: Callable[..., Gradients]
+
+
+# Duals and refusals
+
+
+def is_dual(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether torch asks for a forward-mode derivative (torch.func.jvp, dual tensors) along any of these."""
+    if forward_ad._current_level < 0:  # noqa: SLF001
+        return False
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+    if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001
+        raise Unsupported(
+            "torch.compile does not show the tangents of dual tensors to what it compiles, so forward-mode derivatives "
+            "would be lost; call torch.func.jvp inside the compiled function instead"
+        )
+    return False
+
+
+def split_dual(tensors: Sequence[Tensor | None]) -> tuple[Sources, Sources]:
+    """Primals and tangents. A tangent that torch knows to be zero becomes None."""
+    pairs = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in tensors]
+    if torch.compiler.is_compiling():
+        return tuple([primal for primal, _ in pairs]), tuple([tangent for _, tangent in pairs])
+    tangents = [None if t is None or t._is_zerotensor() else t for _, t in pairs]  # noqa: SLF001
+    return tuple([primal for primal, _ in pairs]), tuple(tangents)
 
 
 def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
-    """Raise if torch asks for a forward-mode derivative (torch.func.jvp, dual tensors).
-
-    An op with reverse-mode derivatives only would drop the tangent, and the result would look constant.
-    """
-    active = forward_ad._current_level >= 0  # noqa: SLF001
-    if active and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        refuse_forward_mode()
-
-
-def refuse_forward_mode(ctx: Any = None, *_: Any) -> None:
-    """Always raises."""
-    del ctx
-    raise Unsupported("forward-mode derivatives (jvp) of attention are not computed; take vjp or backward() instead")
+    """Raise if torch asks for a forward-mode derivative: the caller has none, and would drop the tangent."""
+    if is_dual(tensors):
+        raise Unsupported(
+            "forward-mode derivatives (jvp) of this call are not computed; take vjp or backward() instead"
+        )
 
 
 def refuse_second(ctx: Any, *_: Any) -> None:
     """Always raises."""
     del ctx
-    raise Unsupported("second derivatives of attention are not computed; take them of a formula in plain torch instead")
+    raise Unsupported("second derivatives of this call are not computed; take them of a formula in plain torch instead")
+
+
+def refuse_third(ctx: Any, *_: Any) -> None:
+    """Always raises."""
+    del ctx
+    raise Unsupported(
+        "third derivatives of attention are not computed, only first and second ones; take them of a formula in plain "
+        "torch instead (torch.autograd.functional.hvp asks for them: take vhp, or torch.func.jvp of a gradient)"
+    )
+
+
+def _refuse_forward_twice(ctx: Any, *_: Any) -> None:
+    del ctx
+    raise Unsupported(
+        "forward-mode derivatives of a forward-mode derivative (jvp of jvp) of attention are not computed; take jvp of "
+        "grad, or grad of jvp instead"
+    )
 
 
 def refuse_tracing() -> None:
@@ -45,3 +143,577 @@ def refuse_tracing() -> None:
             "torch.jit.trace cannot record attention: the kernels are not operators of TorchScript. Use torch.compile, "
             "or torch.export (torch.onnx.export(..., dynamo=True) is made of it)"
         )
+
+
+def attend_dual(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+    """(out, lse) with their tangents, of operands of which some have one; results and tangents from one pass."""
+    primals, given = split_dual(operands)
+    if any(given[i] is not None for i in FIXED):
+        raise Unsupported(
+            "forward-mode derivatives with respect to alibi_slopes or scales are not computed: they have no gradient "
+            "either. Add the slopes as a bias, which has both"
+        )
+    plain, tangents = Operands(*primals), Tangents(*[given[i] for i in PLACES])  # type: ignore[arg-type]
+    compiling = torch.compiler.is_compiling()
+    if compiling or torch._C._are_functorch_transforms_active():  # noqa: SLF001
+        # torch.func keeps what has tangents apart from what is recorded, so the primals may be used directly. Compilers
+        # take ops only.
+        tangent = _tangent_by_op if compiling else _tangent_transformed
+        out, lse, dot_out, dot_lse = tangent(kind, plain, flags, tangents)
+        return forward_ad.make_dual(out, dot_out), forward_ad.make_dual(lse, dot_lse)
+    if not calls.are_plain(tangents):
+        # The legacy vmap behind torch.autograd.functional makes every result batched, and no batched one dual.
+        out, lse = call_op(kind, plain, flags)
+        _, _, dot_out, dot_lse = _tangent_by_op(kind, plain, flags, tangents)
+        return forward_ad.make_dual(out, dot_out), forward_ad.make_dual(lse, dot_lse)
+    with torch.no_grad():
+        made = _tangent_by_op(kind, plain, flags, tangents)
+    out, lse = _Dual.apply(made, kind, flags, *operands)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def gradients_of_dual(kind: Kind, flags: Flags, given: Sequence[Tensor | None], wanted: Wanted) -> Gradients:
+    """`backward` where `given` (dout, dlse, out, lse, then operands) has tangents: gradients that have them too."""
+    (dout, dlse, out, lse, *tensors), (dot_dout, dot_dlse, _, _, *directions) = split_dual(given)
+    assert out is not None
+    assert lse is not None
+    operands, tangents = Operands(*tensors), Tangents(*_at_places(directions))  # type: ignore[arg-type]
+    found = backward(kind, operands, flags, out, lse, dout, dlse, wanted)
+    pushed = _push_backward(
+        BY_OP, kind, flags, operands, tangents, (out, lse), (dout, dlse), (dot_dout, dot_dlse), wanted
+    )
+    dual = [forward_ad.make_dual(g, t) if w else g for g, t, w in zip(found, pushed, wanted, strict=True)]
+    return Gradients(*dual)
+
+
+class _Dual(torch.autograd.Function):
+    """Eager attention of dual tensors whose results and tangents are `made` already."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Four, kind: Kind, flags: Flags, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.made, ctx.kind, ctx.flags = made, kind, flags
+        out, lse = made[0], made[1]
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def jvp(ctx: Any, _made: None, _kind: None, _flags: None, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        made, ctx.made = ctx.made, None
+        tangents = [given[i] if i < len(given) else None for i in PLACES]
+        found = _Linear.apply(made, ctx.kind, ctx.flags, *tangents, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return cast("tuple[Tensor, Tensor]", found)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[3:]
+        if dout is None and dlse is None:
+            return (None,) * (3 + len(needs))
+        wanted = wanted_of(needs)
+        given = (dout, dlse, *ctx.saved_tensors)
+        if is_dual(given):
+            found = gradients_of_dual(ctx.kind, ctx.flags, given, wanted)
+        else:
+            out, lse, *tensors = ctx.saved_tensors
+            found = backward(ctx.kind, Operands(*tensors), ctx.flags, out, lse, dout, dlse, wanted)
+        return None, None, None, *scattered(found, wanted, len(needs))
+
+
+class _Linear(torch.autograd.Function):
+    """(out', lse') as a function of tangents and operands, `made` already."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Four, kind: Kind, flags: Flags, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.kind, ctx.flags = kind, flags
+        ctx.save_for_backward(*made, *tensors)
+        ctx.set_materialize_grads(False)
+        return made[2], made[3]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        results, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        pulled = _pull_tangent(
+            BY_OP, ctx.kind, ctx.flags, tensors, results, (None, None, *cotangents), ctx.needs_input_grad[3:]
+        )
+        return None, None, None, *pulled
+
+    jvp = staticmethod(_refuse_forward_twice)
+
+
+# The derivatives of the maps
+
+
+def _pull_backward(
+    maps: Maps,
+    kind: Kind,
+    flags: Flags,
+    operands: Operands,
+    cotangents: Sequence[Tensor | None],
+    sources: tuple[Tensor | None, Tensor | None],
+    wanted: Wanted,
+) -> tuple[Tensor | None, Tensor | None, Gradients]:
+    """The gradients of B with respect to dout, dlse (`sources`) and the operands."""
+    if all(c is None for c in cotangents):
+        return None, None, Gradients()
+    along = Tangents(*cotangents)
+    results = maps.tangent(kind, operands, flags, along)
+    found = Gradients()
+    if any(wanted):
+        found = maps.twice(kind, operands, flags, along, results, *sources, wanted)
+    dout, dlse = sources
+    return None if dout is None else results[2], None if dlse is None else results[3], found
+
+
+def _push_backward(
+    maps: Maps,
+    kind: Kind,
+    flags: Flags,
+    operands: Operands,
+    tangents: Tangents,
+    saved: tuple[Tensor, Tensor],
+    sources: tuple[Tensor | None, Tensor | None],
+    directions: tuple[Tensor | None, Tensor | None],
+    wanted: Wanted,
+) -> list[Tensor | None]:
+    """The tangents of B's results along `tangents` of the operands and `directions` of dout and dlse (`sources`)."""
+    parts: list[Gradients] = []
+    if any(d is not None for d in directions):
+        parts.append(maps.backward(kind, operands, flags, *saved, *directions, wanted))
+    if any(t is not None for t in tangents):
+        results = maps.tangent(kind, operands, flags, tangents)
+        parts.append(maps.twice(kind, operands, flags, tangents, results, *sources, wanted))
+    return _summed(parts, wanted)
+
+
+def _pull_tangent(
+    maps: Maps,
+    kind: Kind,
+    flags: Flags,
+    tensors: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of T with respect to its tangents and operands (`tensors`), of which those in `needs` are needed;
+    `cotangents` are those of out, lse, out' and lse'.
+    """
+    tangents, operands = Tangents(*tensors[:COUNT]), Operands(*tensors[COUNT:])  # type: ignore[arg-type]
+    of_tangents, of_operands = Wanted(*needs[:COUNT]), wanted_of(needs[COUNT:])
+    plain, dotted = tuple(cotangents[:2]), tuple(cotangents[2:])
+    has_plain, has_dotted = (any(c is not None for c in pair) for pair in (plain, dotted))
+    linear: list[Tensor | None] = [None] * COUNT
+    if has_dotted and any(of_tangents):
+        linear = _summed([maps.backward(kind, operands, flags, *results[:2], *dotted, of_tangents)], of_tangents)
+    parts: list[Gradients] = []
+    if has_plain and any(of_operands):
+        parts.append(maps.backward(kind, operands, flags, *results[:2], *plain, of_operands))
+    if has_dotted and any(of_operands):
+        parts.append(maps.twice(kind, operands, flags, tangents, tuple(results), *dotted, of_operands))
+    found = _summed(parts, of_operands)
+    return [*linear, *scattered(Gradients(*found), of_operands, len(needs) - COUNT)]
+
+
+def _summed(parts: Sequence[Gradients], wanted: Wanted) -> list[Tensor | None]:
+    """The sum of the parts of each wanted gradient, None elsewhere."""
+    if not parts:
+        return [None] * COUNT
+    columns = zip(zip(*parts, strict=True), wanted, strict=True)
+    return [functools.reduce(torch.add, column) if want else None for column, want in columns]
+
+
+def _at_places(tensors: Sequence[Any]) -> list[Any]:
+    """The entries of the differentiable operands; trailing ones may be missing."""
+    return [tensors[place] if place < len(tensors) else None for place in PLACES]
+
+
+def wanted_of(needs: Sequence[bool]) -> Wanted:
+    """The wanted gradients, from flags in the order of `Operands`."""
+    return Wanted(*[bool(need) for need in _at_places(needs)])
+
+
+def scattered(gradients: Gradients, wanted: Wanted, count: int) -> list[Tensor | None]:
+    """The wanted gradients at the positions of their operands, None elsewhere."""
+    found: list[Tensor | None] = [None] * count
+    for place, gradient, want in zip(PLACES, gradients, wanted, strict=True):
+        if want:
+            found[place] = gradient
+    return found
+
+
+# The maps as ops
+
+
+def call_op(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+    """(out, lse), through the dispatcher."""
+    out, lse = _op(kind)(*_tensors(kind, operands), *flags)
+    return out, lse
+
+
+def backward(
+    kind: Kind,
+    operands: Operands,
+    flags: Flags,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """The gradients of a saved forward, through the dispatcher. One that is not wanted is an empty tensor."""
+    return Gradients(*_op(kind, "_backward")(dout, dlse, out, lse, list(wanted), *_tensors(kind, operands), *flags))
+
+
+def _tangent_by_op(kind: Kind, operands: Operands, flags: Flags, tangents: Tangents) -> Four:
+    return cast("Four", tuple(_op(kind, "_tangent")(*tangents, *_tensors(kind, operands), *flags)))
+
+
+def _twice_by_op(
+    kind: Kind,
+    operands: Operands,
+    flags: Flags,
+    tangents: Tangents,
+    results: Four,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    tensors = _tensors(kind, operands)
+    return Gradients(*_op(kind, "_twice")(dout, dlse, *results, list(wanted), *tangents, *tensors, *flags))
+
+
+def _op(kind: Kind, suffix: str = "") -> Any:
+    if not torch.compiler.is_compiling():
+        flops.tell_counters()
+    if suffix in ("_tangent", "_twice"):
+        _complete(kind)
+    return getattr(torch.ops.tilewise, f"{kind}{suffix}").default
+
+
+def _tensors(kind: Kind, operands: Operands) -> list[Tensor | None]:
+    return [getattr(operands, name) for name in operand_names(kind)]
+
+
+BY_OP = Maps(backward, _tangent_by_op, _twice_by_op)
+
+
+# The maps for torch.func, whose grad and vmap need `setup_context` and the ops
+
+
+@dataclasses.dataclass(frozen=True)
+class _About:
+    """What is not a tensor: one object, because torch takes tuples apart and then miscounts tangents."""
+
+    kind: Kind
+    flags: Flags
+    wanted: Wanted = dataclasses.field(default_factory=Wanted)
+
+
+class _Attention(torch.autograd.Function):
+    """(out, lse)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(about: _About, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        return call_op(about.kind, Operands(*tensors), about.flags)  # type: ignore[arg-type]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.about, *tensors = inputs
+        _save(ctx, *output, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs, about = ctx.needs_input_grad[1:], ctx.about
+        if dout is None and dlse is None:
+            return (None,) * (1 + len(needs))
+        out, lse, *tensors = ctx.saved_tensors
+        wanted = wanted_of(needs)
+        found = _backward_transformed(about.kind, Operands(*tensors), about.flags, out, lse, dout, dlse, wanted)
+        return None, *scattered(found, wanted, len(needs))
+
+    @staticmethod
+    def jvp(ctx: Any, _about: None, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        _, _, *tensors = ctx.saved_tensors
+        tangents = Tangents(*_at_places(given))
+        return _tangent_transformed(ctx.about.kind, Operands(*tensors), ctx.about.flags, tangents)[2:]
+
+
+class _Backward(torch.autograd.Function):
+    """The gradients of `_Attention`. torch.func's grad always records the backward pass too."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(about: _About, *rest: Any) -> tuple[Tensor, ...]:
+        dout, dlse, out, lse, *tensors = rest
+        return tuple(backward(about.kind, Operands(*tensors), about.flags, out, lse, dout, dlse, about.wanted))  # type: ignore[arg-type]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        del output
+        ctx.about, *rest = inputs
+        _save(ctx, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout, dlse, _, _, *tensors = ctx.saved_tensors
+        needs, about = ctx.needs_input_grad[5:], ctx.about
+        wanted = wanted_of(needs)
+        ddout, ddlse, found = _pull_backward(
+            TRANSFORMED, about.kind, about.flags, Operands(*tensors), cotangents, (dout, dlse), wanted
+        )
+        return None, ddout, ddlse, None, None, *scattered(found, wanted, len(needs))
+
+    @staticmethod
+    def jvp(ctx: Any, _about: None, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout, dlse, out, lse, *tensors = ctx.saved_tensors
+        dot_dout, dot_dlse, _, _, *directions = given
+        about, tangents = ctx.about, Tangents(*_at_places(directions))
+        pushed = _push_backward(
+            TRANSFORMED, about.kind, about.flags, Operands(*tensors), tangents, (out, lse), (dout, dlse),
+            (dot_dout, dot_dlse), about.wanted,
+        )  # fmt: skip
+        nothing = out.new_empty(0)
+        return tuple(nothing if tangent is None else tangent for tangent in pushed)
+
+
+class _Tangent(torch.autograd.Function):
+    """(out, lse, out', lse')."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(about: _About, *tensors: Any) -> Four:
+        return _tangent_by_op(about.kind, Operands(*tensors[COUNT:]), about.flags, Tangents(*tensors[:COUNT]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
+        ctx.about, *tensors = inputs
+        _save(ctx, *output, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        results, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        needs, about = ctx.needs_input_grad[1:], ctx.about
+        return None, *_pull_tangent(TRANSFORMED, about.kind, about.flags, tensors, results, cotangents, needs)
+
+    jvp = staticmethod(_refuse_forward_twice)
+
+
+class _Twice(torch.autograd.Function):
+    """The second derivatives."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(about: _About, *rest: Any) -> tuple[Tensor, ...]:
+        dout, dlse, results, tangents, tensors = rest[0], rest[1], rest[2:6], rest[6 : 6 + COUNT], rest[6 + COUNT :]
+        along, operands = Tangents(*tangents), Operands(*tensors)
+        found = _twice_by_op(about.kind, operands, about.flags, along, results, dout, dlse, about.wanted)
+        return cast("tuple[Tensor, ...]", tuple(found))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        del ctx, inputs, output
+
+    backward = jvp = staticmethod(refuse_third)
+
+
+def _save(ctx: Any, *tensors: Tensor | None) -> None:
+    """The same tensors for both directions: under vmap torch keeps one list of batched dimensions for them."""
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def attend_transformed(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+    """(out, lse) under torch.func."""
+    return cast("tuple[Tensor, Tensor]", _Attention.apply(_About(kind, flags), *operands))  # type: ignore[no-untyped-call]
+
+
+def _backward_transformed(
+    kind: Kind,
+    operands: Operands,
+    flags: Flags,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    about = _About(kind, flags, wanted)
+    return Gradients(*_Backward.apply(about, dout, dlse, out, lse, *operands))  # type: ignore[no-untyped-call]
+
+
+def _tangent_transformed(kind: Kind, operands: Operands, flags: Flags, tangents: Tangents) -> Four:
+    return cast("Four", _Tangent.apply(_About(kind, flags), *tangents, *operands))  # type: ignore[no-untyped-call]
+
+
+def _twice_transformed(
+    kind: Kind,
+    operands: Operands,
+    flags: Flags,
+    tangents: Tangents,
+    results: Four,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    about = _About(kind, flags, wanted)
+    return Gradients(*_Twice.apply(about, dout, dlse, *results, *tangents, *operands))  # type: ignore[no-untyped-call]
+
+
+TRANSFORMED = Maps(_backward_transformed, _tangent_transformed, _twice_transformed)
+
+
+# The ops
+
+
+def register(library: torch.library.Library, kind: Kind) -> None:
+    """Define the ops tilewise::<kind>_tangent and tilewise::<kind>_twice. Their rules are registered on first use,
+    because that takes as long as a quarter of `import tilewise`.
+    """
+    along = ", ".join(f"Tensor? {name}_tangent" for name in DIFFERENTIABLE)
+    saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, bool[] wanted"
+    results = "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent)"
+    gradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+    tags = (torch.Tag.pt2_compliant_tag,)
+    library.define(f"{kind}_tangent({along}, {schema(kind)}) -> {results}", tags=tags)
+    library.define(f"{kind}_twice({saved}, {along}, {schema(kind)}) -> {gradients}", tags=tags)
+    for name, real, fake in (
+        (f"{kind}_tangent", _tangent, _tangent_fake),
+        (f"{kind}_twice", _twice, _twice_fake),
+    ):
+        library.impl(name, functools.partial(real, kind), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"tilewise::{name}", functools.partial(fake, kind), lib=library)
+
+
+@device.constant_in_traces
+def _complete(kind: Kind) -> bool:
+    """Register vmap and autograd of the ops, once. Autograd calls from threads of its own."""
+    with _registering:
+        return _completed(kind)
+
+
+@functools.cache
+def _completed(kind: Kind) -> bool:
+    names = operand_names(kind)
+    for name, rule in ((f"{kind}_tangent", batching.tangent_rule), (f"{kind}_twice", batching.twice_rule)):
+        torch.library.register_vmap(f"tilewise::{name}", functools.partial(batching.vmapped, names, name, rule))
+    torch.library.register_autograd(
+        f"tilewise::{kind}_tangent",
+        functools.partial(_pull_tangent_op, kind),
+        setup_context=lambda ctx, inputs, output: _save_tangent_op(kind, ctx, inputs, output),
+    )
+    torch.library.register_autograd(f"tilewise::{kind}_twice", refuse_third)
+    return True
+
+
+def _save_tangent_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
+    count = COUNT + len(operand_names(kind))
+    ctx.save_for_backward(*output, *inputs[:count])
+    ctx.flags = inputs[count:]
+    ctx.set_materialize_grads(False)
+
+
+def _pull_tangent_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    names = operand_names(kind)
+    results, tangents, given = ctx.saved_tensors[:4], ctx.saved_tensors[4 : 4 + COUNT], ctx.saved_tensors[4 + COUNT :]
+    operands = Operands(**dict(zip(names, given, strict=True)))
+    needs = dict(zip(names, ctx.needs_input_grad[COUNT:], strict=False))
+    every = [*ctx.needs_input_grad[:COUNT], *[needs.get(name, False) for name in Operands._fields]]
+    pulled = _pull_tangent(BY_OP, kind, Flags(*ctx.flags), (*tangents, *operands), results, cotangents, every)
+    found = dict(zip(Operands._fields, pulled[COUNT:], strict=True))
+    return (*pulled[:COUNT], *[found[name] for name in names], *[None for _ in ctx.flags])
+
+
+def save_backward_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what the second derivatives of a backward op need."""
+    del output
+    dout, dlse, _, _, wanted, *rest = inputs
+    count = len(operand_names(kind))
+    ctx.save_for_backward(dout, dlse, *rest[:count])
+    ctx.flags, ctx.num_wanted = rest[count:], len(wanted)
+    ctx.set_materialize_grads(False)
+
+
+def pull_backward_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    """The gradients of a backward op."""
+    names = operand_names(kind)
+    dout, dlse, *given = ctx.saved_tensors
+    operands = Operands(**dict(zip(names, given, strict=True)))
+    needs = dict(zip(names, ctx.needs_input_grad[5:], strict=False))
+    wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
+    ddout, ddlse, found = _pull_backward(BY_OP, kind, Flags(*ctx.flags), operands, cotangents, (dout, dlse), wanted)
+    result = {n: g for n, g, want in zip(DIFFERENTIABLE, found, wanted, strict=True) if want}
+    return (ddout, ddlse, None, None, None, *[result.get(name) for name in names], *[None for _ in ctx.flags])
+
+
+def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, Differentiating]:
+    problem = dataclasses.replace(validation.problem_of(kind, operands, flags), higher=True)
+    chosen = dispatch.select(problem, device.of(operands.q.device), flags.backend).backend
+    assert isinstance(chosen, Differentiating)  # dispatch chooses no other for such a problem
+    return problem, chosen
+
+
+def _tangent(kind: Kind, *args: Any) -> Four:
+    tangents, (operands, flags) = Tangents(*args[:COUNT]), unpack(kind, args[COUNT:])
+    problem, chosen = _choose(kind, operands, flags)
+    with tracing.span(tracing.TANGENT, operands, chosen.name, problem):
+        out, lse, dot_out, dot_lse = chosen.forward_tangent(
+            problem, canonical(problem, operands), canonical_tangents(problem, tangents)
+        )
+    return heads_first(problem, out), lse, heads_first(problem, dot_out), dot_lse
+
+
+def _tangent_fake(kind: Kind, *args: Any) -> Four:
+    operands, flags = unpack(kind, args[COUNT:])
+    dispatch.require(flags.backend)
+    problem = validation.describe(kind, operands, flags)
+    new = operands.q.new_empty
+    outs = [new(problem.out_shape, dtype=problem.dtype) for _ in range(2)]
+    lses = [new(problem.lse_shape, dtype=problem.accumulate_dtype) for _ in range(2)]
+    return outs[0], lses[0], outs[1], lses[1]
+
+
+def _twice(
+    kind: Kind,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    dot_out: Tensor,
+    dot_lse: Tensor,
+    wanted: Sequence[bool],
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    tangents, (operands, flags) = Tangents(*args[:COUNT]), unpack(kind, args[COUNT:])
+    problem, chosen = _choose(kind, operands, flags)
+    ready = contiguous_last(heads_first(problem, torch.zeros_like(out) if dout is None else dout))
+    results = heads_first(problem, out), lse, heads_first(problem, dot_out), dot_lse
+    with tracing.span(tracing.TWICE, operands, chosen.name, problem):
+        gradients = chosen.backward_twice(
+            problem, canonical(problem, operands), canonical_tangents(problem, tangents), results, ready, dlse,
+            Wanted(*wanted),
+        )  # fmt: skip
+    return materialised(operands, restored(problem, operands, gradients), Wanted(*wanted))
+
+
+def _twice_fake(kind: Kind, *args: Any) -> tuple[Tensor, ...]:
+    operands, _ = unpack(kind, args[7 + COUNT :])
+    return fake_gradients(operands, Wanted(*args[6]))
+
+
+def fake_gradients(operands: Operands, wanted: Wanted) -> tuple[Tensor, ...]:
+    """Gradients without contents."""
+    like = [getattr(operands, name) for name in DIFFERENTIABLE]
+    empty = Gradients(*(None if t is None else t.new_empty(t.shape) for t in like))
+    return materialised(operands, empty, wanted)
+
+
+def materialised(operands: Operands, gradients: Gradients, wanted: Wanted) -> tuple[Tensor, ...]:
+    """Ops must return tensors: a gradient that is not wanted becomes an empty one."""
+    nothing = operands.q.new_empty
+    return tuple(g if want and g is not None else nothing(0) for g, want in zip(gradients, wanted, strict=True))

@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -221,17 +221,7 @@ def measured_cpu() -> DeviceSpec:
     copy = _best_seconds(lambda: target.copy_(source))
     rate = 2 * 768**3 / matmul
     flops = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), rate) | {torch.float64: rate / 2}
-    return DeviceSpec(
-        facts.name,
-        "cpu",
-        None,
-        facts.num_sms,
-        facts.smem_bytes,
-        facts.l2_bytes,
-        facts.memory_bytes,
-        2 * 4 * source.numel() / copy,
-        flops,
-    )
+    return replace(facts, bandwidth=2 * 4 * source.numel() / copy, flops=flops)
 
 
 def _best_seconds(run: Callable[[], object]) -> float:

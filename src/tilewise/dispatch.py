@@ -14,13 +14,14 @@ import torch
 
 from tilewise import backends, settings
 from tilewise.backends import Status, load, statuses
-from tilewise.backends.base import Backend, Serving
+from tilewise.backends.base import Backend, Differentiating, Serving, TileMasking
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.problem import AttentionProblem
 
 __all__ = [
-    "Rejection", "Selection", "Status", "load", "register", "require", "select", "serving", "statuses", "unregister",
+    "Rejection", "Selection", "Status", "load", "refusal", "register", "require", "select", "serving", "statuses",
+    "unregister",
 ]  # fmt: skip
 
 # The backend with the serving passes (writes, prefixes, merges), by device type.
@@ -68,7 +69,7 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
     """
     name = settings.current().backend if requested == "auto" else requested
     require(name, "TILEWISE_BACKEND" if requested == "auto" else "backend")
-    if problem.fp8 and problem.needs_grad:
+    if problem.fp8 and (problem.needs_grad or problem.higher):
         raise Unsupported(
             "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Call it under torch.no_grad(), "
             "or pass bf16 or fp16 tensors"
@@ -76,12 +77,23 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
     return _select(problem, device, name, here)
 
 
+def refusal(backend: Backend, problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Why a backend does not take the problem on such a device, or None."""
+    reason = backend.supports(problem, device)
+    if reason is None and problem.higher and not isinstance(backend, Differentiating):
+        return "has no tangents (jvp) and no second derivatives"
+    # Asked here, so that a backend which does not know tile masks cannot ignore one.
+    if reason is None and problem.tiles_shape is not None and not isinstance(backend, TileMasking):
+        return "has no tile masks: pass mask=mask.dense(), which computes every pair"
+    return reason
+
+
 @functools.lru_cache(maxsize=4096)
 def _select(problem: AttentionProblem, device: DeviceSpec, name: str, here: bool) -> Selection:
     rejected: list[Rejection] = []
     for candidate in backends.names() if name == "auto" else (name,):
         backend = load(candidate)
-        reason = (backend.unavailable() if here else None) or backend.supports(problem, device)
+        reason = (backend.unavailable() if here else None) or refusal(backend, problem, device)
         if reason is None and name == "auto" and candidate == "reference" and problem.dtype != torch.float64:
             reason = "materialises every score in fp64, so it is never chosen for you: ask for backend='reference'"
         if reason is None:

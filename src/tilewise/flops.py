@@ -8,7 +8,6 @@ The counter is not imported here, because it would load Triton. The formulas are
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,15 +17,16 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 from tilewise import calls, validation
-from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, unpack
+from tilewise.totals import lengths_of
 
 __all__ = ["tell_counters"]
 
 COUNTER = "torch.utils.flop_counter"
-# Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted.
-SAVED = 5
+# Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted. Tangent ops have five tangents,
+# twice ops also dout, dlse, the results with their tangents, and wanted.
+SAVED, ALONG, SAVED_TWICE = 5, 5, 12
 
 
 def tell_counters() -> None:
@@ -50,6 +50,8 @@ def _registered() -> dict[Any, Callable[..., int]]:
     for kind in OPERANDS:
         formulas[getattr(torch.ops.tilewise, kind)] = functools.partial(_forward, kind)
         formulas[getattr(torch.ops.tilewise, f"{kind}_backward")] = functools.partial(_backward, kind)
+        formulas[getattr(torch.ops.tilewise, f"{kind}_tangent")] = functools.partial(_tangent, kind)
+        formulas[getattr(torch.ops.tilewise, f"{kind}_twice")] = functools.partial(_twice, kind)
     for op, formula in formulas.items():
         sys.modules[COUNTER].register_flop_formula(op, get_raw=True)(formula)
     return formulas
@@ -69,33 +71,32 @@ def _backward(kind: Kind, *args: Any, out_val: Any = None) -> int:
     return 2 * pairs * problem.num_heads * (3 * problem.head_dim + 2 * problem.head_dim_v)
 
 
+def _tangent(kind: Kind, *args: Any, out_val: Any = None) -> int:
+    """S and O, Q' K^T, Q K'^T, P V' and (P S') V."""
+    del out_val
+    problem, pairs = _sizes(kind, args[ALONG:])
+    return 6 * pairs * problem.num_heads * (problem.head_dim + problem.head_dim_v)
+
+
+def _twice(kind: Kind, *args: Any, out_val: Any = None) -> int:
+    """S and S' again, two products for each of dQ and dK; dO V^T, dO V'^T and dV."""
+    del out_val
+    problem, pairs = _sizes(kind, args[SAVED_TWICE:])
+    return 2 * pairs * problem.num_heads * (7 * problem.head_dim + 3 * problem.head_dim_v)
+
+
 def _sizes(kind: Kind, args: tuple[Any, ...]) -> tuple[AttentionProblem, int]:
     """The problem, and the number of (query, key) pairs of all sequences."""
     operands, flags = unpack(kind, args)
     problem = validation.describe(kind, operands, flags)
-    lengths = zip(_lengths_q(problem, operands), _lengths_k(problem, operands), strict=True)
-    return problem, sum(queries * keys for queries, keys in lengths)
+    queries = _lengths(operands.cu_seqlens_q, None, problem.seqlen_q, problem.batch)
+    keys = _lengths(operands.cu_seqlens_k, operands.seqlens_k, problem.seqlen_k, problem.batch)
+    return problem, sum(q * k for q, k in zip(queries, keys, strict=True))
 
 
-def _lengths_q(problem: AttentionProblem, operands: Operands) -> list[int]:
-    starts = operands.cu_seqlens_q
-    known = None if starts is None else _numbers(starts)
-    return [problem.seqlen_q] * problem.batch if known is None else _differences(known)
-
-
-def _lengths_k(problem: AttentionProblem, operands: Operands) -> list[int]:
-    given = operands.seqlens_k if problem.kind == "paged" else operands.cu_seqlens_k
-    known = None if given is None else _numbers(given)
-    if known is None:
-        return [problem.seqlen_k] * problem.batch
-    return known if problem.kind == "paged" else _differences(known)
-
-
-def _numbers(tensor: Tensor) -> list[int] | None:
-    """Its contents, or None for a tensor without data."""
-    found: list[int] | None = tensor.tolist() if calls.are_plain((tensor,)) else None
-    return found
-
-
-def _differences(starts: list[int]) -> list[int]:
-    return [stop - start for start, stop in itertools.pairwise(starts)]
+def _lengths(cu_seqlens: Tensor | None, lengths: Tensor | None, longest: int, batch: int) -> list[int]:
+    """The lengths, from running totals or as they are; all `longest` where there are none, or none with data."""
+    for given, made in ((lengths, list), (cu_seqlens, lengths_of)):
+        if given is not None and calls.are_plain((given,)):
+            return made(given.tolist())
+    return [longest] * batch

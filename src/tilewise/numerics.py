@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["LN2", "LOG2E", "dropout_keep", "dropout_threshold", "merge_all", "merge_partials", "philox_4x32"]
+__all__ = [
+    "LN2",
+    "LOG2E",
+    "dropout_keep",
+    "dropout_threshold",
+    "merge_all",
+    "merge_partials",
+    "merge_rows",
+    "philox_4x32",
+]
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -58,6 +67,14 @@ def merge_all(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, T
     shares = [_share(out, weight / total, acc) for out, weight in zip(outs, weights, strict=True)]
     lse = torch.where(empty, -math.inf, top + torch.log(total))
     return functools.reduce(torch.add, shares).to(outs[0].dtype), lse
+
+
+def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
+    """Merge row i of a partial result into row `rows[i]` (or i) of `out` and `lse`, in place."""
+    rows = torch.arange(len(part), device=out.device) if rows is None else rows.long()
+    both, both_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
+    out.index_copy_(0, rows, both)
+    lse.index_copy_(1, rows, both_lse.mT)
 
 
 def _share(out: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
 """The tensors of a call, its options as the caller spells them, and the flags that go through `torch.library`.
 
 Backends receive canonical operands: heads-first views of dense q, k, v; 4-D `bias` and `mask` expanded (stride 0) to
-(batch, num_heads, seqlen_q, seqlen_k); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v,
+(batch, num_heads, seqlen_q, seqlen_k), and the map of a tile mask to (batch, num_heads, tiles of queries, tiles of
+keys); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v,
 of lengths and of the block table contiguous.
 """
 
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Flags", "Gradients", "Operands", "Options", "Wanted", "Window"]
+__all__ = ["Flags", "Gradients", "Operands", "Options", "Tangents", "Wanted", "Window"]
 
 Window = tuple[int | None, int | None]
 
@@ -31,6 +32,10 @@ class Operands(NamedTuple):
     mask: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    # A tile mask: its map, its bits, and on a GPU its lists, see tilewise.tiles.
+    tiles: Tensor | None = None
+    tile_bits: Tensor | None = None
+    tile_lists: Tensor | None = None
     seed: Tensor | None = None
     # Scales of e4m3 operands: fp32 (batch, heads, blocks), of pages (pages, heads, 1); see tilewise.fp8.
     q_scale: Tensor | None = None
@@ -74,6 +79,9 @@ class Flags(NamedTuple):
     k_block: int | None = None
     v_block: int | None = None
     out_dtype: torch.dtype | None = None
+    # The lengths that a tile mask was made for.
+    mask_seqlen_q: int | None = None
+    mask_seqlen_k: int | None = None
 
 
 class Wanted(NamedTuple):
@@ -94,3 +102,13 @@ class Gradients(NamedTuple):
     dv: Tensor | None = None
     dbias: Tensor | None = None
     dsinks: Tensor | None = None
+
+
+class Tangents(NamedTuple):
+    """A direction for each differentiable operand, in its shape and dtype. None is zero."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None

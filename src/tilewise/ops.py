@@ -15,19 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tilewise import batching, calls, derivatives, device, dispatch, flops, settings, tracing, validation
+from tilewise import batching, calls, derivatives, device, dispatch, settings, tracing, validation
 from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
+from tilewise.derivatives import DIFFERENTIABLE, backward, call_op, scattered, wanted_of
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 
 __all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse", "repeated", "result"]
 
-# The operands that have gradients, in the order of `Wanted` and `Gradients`.
-DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
-# Their indices in `Operands`.
-_PLACES = tuple(Operands._fields.index(name) for name in DIFFERENTIABLE)
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
 # Backward passes cached per call, keyed by the wanted gradients and the strides of dout and dlse. Few calls need two.
@@ -74,9 +71,9 @@ def result(
     before: Callable[[], None] | None = None,
 ) -> calls.Result:
     """`attention`, without lse unless `return_lse`. The call is stored in `slot`, where its signature allows that."""
-    derivatives.refuse_tangents(operands)
     derivatives.refuse_tracing()
-    if is_plain_eager(operands):
+    dual = derivatives.is_dual(operands)
+    if not dual and is_plain_eager(operands):
         lasting = slot is not None and validation.lasts(kind, operands, flags)
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
         if slot is not None and lasting:
@@ -85,10 +82,12 @@ def result(
     if before is not None:
         refuse(kind, operands, flags)
         before()
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # noqa: SLF001
-        out, lse = _TransformedAttention.apply(kind, flags, *operands)  # type: ignore[no-untyped-call]
+    if dual:
+        out, lse = derivatives.attend_dual(kind, operands, flags)
+    elif torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # noqa: SLF001
+        out, lse = derivatives.attend_transformed(kind, operands, flags)
     else:
-        out, lse = _call_op(kind, operands, flags)
+        out, lse = call_op(kind, operands, flags)
     return (out, lse) if return_lse else out
 
 
@@ -163,10 +162,10 @@ class Call:
         self, given: tuple[Any, ...], needs: tuple[bool, ...], traced: bool = False
     ) -> Sequence[Tensor | None]:
         """The gradient of each tensor that `needs` one. `given` is dout, dlse, out, lse and then the call's tensors."""
-        if forward_ad._current_level >= 0:  # noqa: SLF001
-            derivatives.refuse_tangents(given)
-        # With create_graph=True the op is called, because its autograd refuses second derivatives. Modes must see the
-        # op.
+        if forward_ad._current_level >= 0 and derivatives.is_dual(given):  # noqa: SLF001
+            wanted = wanted_of(needs)
+            return scattered(derivatives.gradients_of_dual(self.kind, self.flags, given, wanted), wanted, len(needs))
+        # With create_graph=True the op is called, whose autograd has the second derivatives. Modes must see the op.
         by_op = torch.is_grad_enabled() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001
         watched = tracing.profiler._is_profiler_enabled or self._nvtx  # noqa: SLF001
         if watched and not traced and not by_op and calls.are_plain(given[:2]):
@@ -179,13 +178,13 @@ class Call:
             if made is not None:
                 return [None if place is None else made[place] for place in known.results]
         dout, dlse, out, lse, *tensors = given
-        wanted = _wanted(needs)
+        wanted = wanted_of(needs)
         # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
         if by_op or not calls.are_plain((dout, dlse)):
             found = backward(self.kind, Operands(*tensors), self.flags, out, lse, dout, dlse, wanted)
         else:
             found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
-        return _scattered(found, wanted, len(tensors))
+        return scattered(found, wanted, len(tensors))
 
     def _narrowed(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """Every index tensor as int32. Contents were validated before the conversion."""
@@ -213,7 +212,7 @@ class Call:
         places = None if look is None else look.places(given)
         if look is None or places is None:
             return None
-        bound = self._bind_backward(given, _wanted(needs))
+        bound = self._bind_backward(given, wanted_of(needs))
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
         results = [made.index(name) if need and name in made else None for name, need in wanted]
@@ -270,76 +269,6 @@ class _Recorded(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(needs)
         return None, None, *ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[2:])
-
-
-def _wanted(needs: Sequence[bool]) -> Wanted:
-    """The wanted gradients, from flags in the order of `Operands`."""
-    return Wanted(*[place < len(needs) and needs[place] for place in _PLACES])
-
-
-def _scattered(gradients: Gradients, wanted: Wanted, count: int) -> list[Tensor | None]:
-    """The wanted gradients at the positions of their operands, None elsewhere."""
-    found: list[Tensor | None] = [None] * count
-    for place, gradient, want in zip(_PLACES, gradients, wanted, strict=True):
-        if want:
-            found[place] = gradient
-    return found
-
-
-class _TransformedAttention(torch.autograd.Function):
-    """`_Recorded` for torch.func: grad and vmap need `setup_context` and the registered ops."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(kind: Kind, flags: Flags, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _call_op(kind, Operands(*tensors), flags)  # type: ignore[arg-type]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.kind, ctx.flags, *tensors = inputs
-        ctx.save_for_backward(*output, *tensors)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[2:]
-        if dout is None and dlse is None:
-            return (None,) * (2 + len(needs))
-        out, lse, *tensors = ctx.saved_tensors
-        wanted = _wanted(needs)
-        rest = (out, lse, dout, dlse, wanted, *tensors)
-        found = _TransformedBackward.apply(ctx.kind, ctx.flags, *rest)  # type: ignore[no-untyped-call]
-        return None, None, *_scattered(found, wanted, len(needs))
-
-    jvp = staticmethod(derivatives.refuse_forward_mode)
-
-
-class _TransformedBackward(torch.autograd.Function):
-    """The backward op for torch.func, whose grad always records the backward pass too."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(kind: Kind, flags: Flags, *rest: Any) -> tuple[Tensor, ...]:
-        out, lse, dout, dlse, wanted, *tensors = rest
-        return cast(
-            "tuple[Tensor, ...]",
-            tuple(backward(kind, Operands(*tensors), flags, out, lse, dout, dlse, wanted)),
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        del ctx, inputs, output
-
-    backward = jvp = staticmethod(derivatives.refuse_second)
-
-
-def _call_op(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
-    if not torch.compiler.is_compiling():
-        flops.tell_counters()
-    out, lse = _OPS[kind](*(getattr(operands, name) for name in operand_names(kind)), *flags)
-    return out, lse
 
 
 def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, dispatch.Selection]:
@@ -405,7 +334,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     operands, flags = unpack(kind, args)
     gradients = _launch_backward(kind, operands, flags, out, lse, dout, dlse, Wanted(*wanted))
-    return _materialised(operands, gradients, Wanted(*wanted))
+    return derivatives.materialised(operands, gradients, Wanted(*wanted))
 
 
 def _backward_fake(
@@ -413,15 +342,7 @@ def _backward_fake(
 ) -> tuple[Tensor, ...]:
     del dout, dlse, out, lse
     operands, _ = unpack(kind, args)
-    like = [getattr(operands, name) for name in DIFFERENTIABLE]
-    empty = Gradients(*(None if t is None else t.new_empty(t.shape) for t in like))
-    return _materialised(operands, empty, Wanted(*wanted))
-
-
-def _materialised(operands: Operands, gradients: Gradients, wanted: Wanted) -> tuple[Tensor, ...]:
-    """Ops must return tensors: a gradient that is not wanted becomes an empty one."""
-    nothing = operands.q.new_empty
-    return tuple(g if want and g is not None else nothing(0) for g, want in zip(gradients, wanted, strict=True))
+    return derivatives.fake_gradients(operands, Wanted(*wanted))
 
 
 def _save(kind: Kind, ctx: Any, inputs: Args, output: tuple[Tensor, Tensor]) -> None:
@@ -444,23 +365,6 @@ def _autograd(kind: Kind, ctx: Any, dout: Tensor | None, dlse: Tensor | None) ->
     return (*(result.get(name) for name in names), *(None for _ in ctx.flags))
 
 
-def backward(
-    kind: Kind,
-    operands: Operands,
-    flags: Flags,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    """The gradients of a saved forward, through the dispatcher. One that is not wanted is an empty tensor."""
-    if not torch.compiler.is_compiling():
-        flops.tell_counters()
-    tensors = [getattr(operands, name) for name in operand_names(kind)]
-    return Gradients(*_BACKWARD_OPS[kind](dout, dlse, out, lse, list(wanted), *tensors, *flags))
-
-
 def _register(library: torch.library.Library, kind: Kind) -> None:
     saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
     library.define(f"{kind}({schema(kind)}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -481,19 +385,19 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
         setup_context=lambda ctx, inputs, output: _save(kind, ctx, inputs, output),
         lib=library,
     )
-    torch.library.register_autograd(f"tilewise::{kind}_backward", derivatives.refuse_second, lib=library)
+    torch.library.register_autograd(
+        f"tilewise::{kind}_backward",
+        functools.partial(derivatives.pull_backward_op, kind),
+        setup_context=lambda ctx, inputs, output: derivatives.save_backward_op(kind, ctx, inputs, output),
+        lib=library,
+    )
     for name, rule in ((kind, batching.forward_rule), (f"{kind}_backward", batching.backward_rule)):
-        torch.library.register_vmap(f"tilewise::{name}", functools.partial(_vmapped, kind, name, rule), lib=library)
-
-
-def _vmapped(kind: Kind, name: str, rule: Callable[..., Any], info: Any, in_dims: Args, *args: Any) -> Any:
-    op = getattr(torch.ops.tilewise, name).default
-    return rule(op, operand_names(kind), info.batch_size, in_dims, args)
+        rule_of = functools.partial(batching.vmapped, operand_names(kind), name, rule)
+        torch.library.register_vmap(f"tilewise::{name}", rule_of, lib=library)
+    derivatives.register(library, kind)
 
 
 # The library must live as long as the process: dropping it would unregister the ops.
 _LIBRARY = torch.library.Library("tilewise", "DEF")
 for _kind in OPERANDS:
     _register(_LIBRARY, _kind)
-_OPS: dict[Kind, Any] = {kind: getattr(torch.ops.tilewise, kind).default for kind in OPERANDS}
-_BACKWARD_OPS: dict[Kind, Any] = {kind: getattr(torch.ops.tilewise, f"{kind}_backward").default for kind in OPERANDS}

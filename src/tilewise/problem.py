@@ -28,9 +28,10 @@ class AttentionProblem:
 
     For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`, `total_k`
     count the stored rows (for paged keys: every slot of every page). `dropout_origin` marks a part of a larger problem:
-    the seed is followed by the batch entry, head, row and key (a multiple of 4) at which dropout starts counting. `fp8`
-    names the operands in e4m3 with scales, ("k", "v") or ("q", "k", "v"); `scale_blocks` are the rows of q, k, v that
-    share a scale (None: all rows of a head; of pages, a page's); `dtype` is then the result's.
+    the seed is followed by the batch entry, head, row and key (a multiple of 4) at which dropout starts counting.
+    `tiles_shape` is the shape of a tile mask's map. `fp8` names the operands in e4m3 with scales, ("k", "v") or ("q",
+    "k", "v"); `scale_blocks` are the rows of q, k, v that share a scale (None: all rows of a head; of pages, a page's);
+    `dtype` is then the result's. `higher` asks for a pass beyond the backward: a tangent (jvp) or a second derivative.
     """
 
     kind: Kind
@@ -53,6 +54,7 @@ class AttentionProblem:
     bias_shape: tuple[int, int, int, int] | None = None
     bias_dtype: torch.dtype | None = None
     mask_shape: tuple[int, int, int, int] | None = None
+    tiles_shape: tuple[int, int, int, int] | None = None
     has_alibi: bool = False
     has_sinks: bool = False
     layout: Layout = "bhsd"
@@ -62,6 +64,7 @@ class AttentionProblem:
     dropout_origin: bool = False
     fp8: tuple[str, ...] = ()
     scale_blocks: tuple[int | None, int | None, int | None] = (None, None, None)
+    higher: bool = False
 
     def __hash__(self) -> int:
         # Only fields that differ between the calls of a program: every cache hashes the problem, and all fields take
@@ -113,6 +116,7 @@ class AttentionProblem:
             "softcap": self.softcap is not None,
             "bias": self.bias_shape is not None,
             "mask": self.mask_shape is not None,
+            "tile mask": self.tiles_shape is not None,
             "sinks": self.has_sinks,
             "dropout": self.dropout > 0.0,
             "fp8": bool(self.fp8),

@@ -11,17 +11,20 @@ from tilewise.problem import Kind
 __all__ = ["OPERANDS", "operand_names", "schema", "unpack"]
 
 # The operands of each op; a question mark marks an optional one.
+_SCORES = "bias? mask? alibi_slopes? sinks? tiles? tile_bits? tile_lists?"
+_SCALES = "q_scale? k_scale? v_scale?"
 OPERANDS: dict[Kind, str] = {
-    "dense": "q k v bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
-    "varlen": "q k v cu_seqlens_q cu_seqlens_k bias? mask? alibi_slopes? sinks? seed? q_scale? k_scale? v_scale?",
-    "paged": "q k v block_table seqlens_k cu_seqlens_q? bias? mask? alibi_slopes? sinks? q_scale? k_scale? v_scale?",
+    "dense": f"q k v {_SCORES} seed? {_SCALES}",
+    "varlen": f"q k v cu_seqlens_q cu_seqlens_k {_SCORES} seed? {_SCALES}",
+    "paged": f"q k v block_table seqlens_k cu_seqlens_q? {_SCORES} {_SCALES}",
 }
 
 # The flags, in the order of `Flags`.
 FLAGS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, float dropout, str layout, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool needs_grad, str backend, "
-    "int? q_block, int? k_block, int? v_block, ScalarType? out_dtype"
+    "int? q_block, int? k_block, int? v_block, ScalarType? out_dtype, "
+    "SymInt? mask_seqlen_q, SymInt? mask_seqlen_k"
 )
 
 

@@ -60,6 +60,8 @@ def attend(
     check_flag("layout", options.layout)
     if options.dropout:
         raise Unsupported("dropout of DTensors is not computed: ranks would have to draw the bits of the whole tensor")
+    if operands.mask is not None and not isinstance(operands.mask, Tensor):
+        raise Unsupported("a tile mask of DTensors is not sharded: pass mask.dense() as a DTensor, placed as q is")
     cuts = CUTS[f"dense {options.layout}" if kind == "dense" else kind]
     shown = public_names(kind)
     given = {shown.get(name, name): t for name, t in operands._asdict().items() if t is not None}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["check_totals", "longest_of"]
+__all__ = ["check_totals", "lengths_of", "longest_of"]
 
 
 def check_totals(name: str, entries: Sequence[int], rows: int) -> None:
@@ -23,9 +23,14 @@ def check_totals(name: str, entries: Sequence[int], rows: int) -> None:
         raise InvalidProblem(name, f"a last entry of at most {rows}, the rows stored", entries[-1], fix)
 
 
+def lengths_of(entries: Sequence[int]) -> list[int]:
+    """The length of each sequence."""
+    return [stop - start for start, stop in itertools.pairwise(entries)]
+
+
 def longest_of(name: str, totals: str, entries: Sequence[int], given: int | None) -> int:
     """The longest length, or a `given` upper bound for it, which must not be smaller."""
-    longest = max((stop - start for start, stop in itertools.pairwise(entries)), default=0)
+    longest = max(lengths_of(entries), default=0)
     if given is not None and given < longest:
         fix = "Pass the longest length or more, or None."
         raise InvalidProblem(name, f"at least {longest}, the longest in {totals}", given, fix)

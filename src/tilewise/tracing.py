@@ -19,9 +19,10 @@ from tilewise import settings
 from tilewise.errors import Unsupported
 from tilewise.problem import AttentionProblem
 
-__all__ = ["BACKWARD", "FORWARD", "MERGE", "is_on", "profiler", "span"]
+__all__ = ["BACKWARD", "FORWARD", "MERGE", "TANGENT", "TWICE", "is_on", "profiler", "span"]
 
 FORWARD, BACKWARD, MERGE = "tilewise::attention", "tilewise::attention_backward", "tilewise::merge"
+TANGENT, TWICE = "tilewise::attention_tangent", "tilewise::attention_twice"
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 

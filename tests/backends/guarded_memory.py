@@ -27,7 +27,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import cascade
-from tilewise.backends.cpu import BACKEND, cache, isa, launch, launch_backward, schedule
+from tilewise.backends.cpu import BACKEND, cache, isa, launch, launch_backward, launch_higher, schedule
 from tilewise.backends.cpu import params as f
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.fp8.container import Fp8Tensor
@@ -35,6 +35,7 @@ from tilewise.kv import PagedKVCache
 from tilewise.kv.writing import write_rows
 from tilewise.problem import Kind
 from tilewise.testing import BackendImplementation, Case, generation, implementations, make_inputs, special
+from tilewise.testing.implementations import mask_of
 from tilewise.testing.quantised import attended
 
 PAGE = mmap.PAGESIZE
@@ -127,12 +128,19 @@ class Guarded:
             setattr(Tensor, name, self._copied(getattr(Tensor, name)))
         launch.places = self.places
         judged: Any = implementations
+        judged.mask_of = lambda case, inputs: self.mask(mask_of(case, inputs))
         judged.attended = lambda case, inputs: tuple(self.operand(x) for x in attended(case, inputs))
 
     def operand(self, given: Any) -> Any:
         """q, k or v, which may be e4m3 data with scales."""
         if isinstance(given, Fp8Tensor):
             return dataclasses.replace(given, data=self.copy(given.data), scale=self.copy(given.scale))
+        return given
+
+    def mask(self, given: Any) -> Any:
+        """A mask, which may be a tile mask."""
+        if isinstance(given, tw.TileMask):
+            return dataclasses.replace(given, tiles=self.copy(given.tiles), bits=self.copy(given.bits))
         return given
 
     def _copied(self, method: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -175,7 +183,7 @@ def of_case(case: Case) -> Work:
 
 
 def other_programs() -> Iterator[tuple[str, Work]]:
-    """Rows into pages, rows into e4m3 pages, partial rows merged, and prefixes."""
+    """Rows into pages, rows into e4m3 pages, partial rows merged, prefixes, tangents and second derivatives."""
     for dtype in DTYPES:
         for dim, dim_v in ((1, 3), (33, 40), (64, 64), (100, 7)):
             name = f"{dtype} {dim}:{dim_v}"
@@ -183,6 +191,7 @@ def other_programs() -> Iterator[tuple[str, Work]]:
             yield f"append_quantised {name}", functools.partial(appended, dtype, dim, dim_v)
             yield f"merge_rows {name}", functools.partial(merged, dtype, dim)
             yield f"prefixes {name}", functools.partial(prefixed, dtype, dim, dim_v)
+            yield f"derivatives {name}", functools.partial(differentiated, dtype, dim, dim_v)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -239,6 +248,16 @@ def prefixed(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor
     return {"out": out, "lse": lse}
 
 
+def differentiated(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor], Tensor]) -> Results:
+    given = tuple(guarded(normal(1, heads, 21, d, dtype=dtype)) for heads, d in ((4, dim), (2, dim), (2, dim_v)))
+    along = tuple(guarded(x.sin()) for x in given)
+    pushed = torch.func.jvp(lambda q, k, v: tw.attention(q, k, v, causal=True), given, along)
+    leaves = [x.detach().requires_grad_() for x in given]
+    first = torch.autograd.grad(tw.attention(*leaves, causal=True).sin().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad([x.sin().sum() for x in first], leaves)
+    return {"out": pushed[0], "tangent": pushed[1], **dict(zip(("q", "k", "v"), second, strict=True))}
+
+
 def same_bits(a: Results, b: Results) -> bool:
     return a.keys() == b.keys() and all(
         torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8)) for name in a
@@ -286,7 +305,7 @@ def say(*words: object) -> None:
 
 def forget_plans() -> None:
     """Launch plans and schedules in other memory are not used again."""
-    for module in (launch, launch_backward, schedule):
+    for module in (launch, launch_backward, launch_higher, schedule):
         for function in list(vars(module).values()):
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

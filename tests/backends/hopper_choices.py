@@ -190,7 +190,7 @@ def _decode_tiles() -> set[str]:
 
 FAMILIES = {
     "forward": Family(
-        ("forward_kernel", "forward_quad_kernel", "again_kernel"),
+        ("forward_kernel", "forward_quad_kernel"),
         plain_problem,
         forward_choices,
         (DIMS, DTYPES, MASKS, ROWS, SCORES, LENGTHS),

@@ -34,18 +34,16 @@ BLOCK = 64
 LATE_KEYS = slice(3, 11)
 # What the scores of a block of rows do.
 #   None          every query has its own key
-#   a number      so many nats lie between the late keys and all others. The smallest leaves finite sums, the next ones
-#                 sums too large to divide by, sums past fp32's range, and in the end P past it: all but the first make
-#                 kernels that skip the row maximum recompute the row
+#   a number      so many nats lie between the late keys and all others: without the row's maximum the smallest would
+#                 leave finite sums, the next ones sums past fp32's range, and the last P past it
 #   "one"         the same of a single row
 #   "rising"      RISE more in every tile of keys: the number subtracted before the exponential moves in every tile
-#   ("middle", x) x nats in a tile after which more come. The smaller jump is caught up by the next tile, the larger one
-#                 overflows
+#   ("middle", x) x nats in a tile after which more come
 Scores = float | str | tuple[str, float] | None
 BLOCKS: tuple[Scores, ...] = (None, 60.0, "one", 88.0, "rising", ("middle", 72.0), ("middle", 100.0), 2048.0, 72.0)
 RISE, RISING_KEYS = 16.0, 128
 # Beside each of them a sink that weighs as much; and beside the keys of queries.
-LOST_SINKS, SINKS = (2.0, 61.0, 73.0, 89.0), (1.0, 9.0)
+STEEP_SINKS, SINKS = (2.0, 61.0, 73.0, 89.0), (1.0, 9.0)
 # With it all scores of these rows are numbers that bf16 has, so that plain PyTorch is exact there.
 SCALE = 0.125
 # The element of V that is not finite, which every query sees.
@@ -56,12 +54,12 @@ SPOT = (5, 7)
 class Long:
     """A problem, its values, and what of the kernels' configuration must hold for the test to show what it is for.
 
-    `values`: "own" gives every query a key of its own, "lost" scores that rows are lost by, block by block (see
+    `values`: "own" gives every query a key of its own, "steep" scores that lie far apart, block by block (see
     BLOCKS), "infinite" and "nan" an element of V. `heads`: how many K/V heads of each sequence are judged (None: all).
     """
 
     case: Case
-    values: Literal["own", "lost", "infinite", "nan"] = "own"
+    values: Literal["own", "steep", "infinite", "nan"] = "own"
     forward: dict[str, Any] = field(default_factory=dict)
     backward: dict[str, Any] = field(default_factory=dict)
     heads: int | None = None
@@ -86,13 +84,12 @@ def _long(seqlen_q: int, seqlen_k: int, heads: tuple[int, int], head_dim: int = 
     })  # fmt: skip
 
 
-def _lost(seqlen_q: int, seqlen_k: int, heads: tuple[int, int], head_dim: int = 128, **flags: Any) -> Case:
+def _steep(seqlen_q: int, seqlen_k: int, heads: tuple[int, int], head_dim: int = 128, **flags: Any) -> Case:
     return _long(seqlen_q, seqlen_k, heads, head_dim, grad_of=(), scale=SCALE, **flags)
 
 
-AT_ONCE = {"AT_ONCE": True}
 FINISHES = {"FINISHES": True}
-THREE = AT_ONCE | {"NUM_WARPGROUPS": 3, "CTAS_PER_SM": 1}
+THREE = {"NUM_WARPGROUPS": 3, "CTAS_PER_SM": 1}
 PACKED: dict[str, Any] = {
     "kind": "varlen",
     "seqlens_q": (4097, 5, 8190),
@@ -101,68 +98,67 @@ PACKED: dict[str, Any] = {
     "causal": True,
 }
 CASES = {
-    "d128 at once": Long(_lost(4097, 8190, (8, 2)), "lost", AT_ONCE | {"HAS_RIGHT": False}),
-    "d128 at once, causal, sinks": Long(_lost(8190, 8190, (8, 4), causal=True, sinks=True), "lost", AT_ONCE),
-    "d64 at once": Long(_lost(4097, 8190, (4, 4), 64), "lost", THREE | {"HAS_RIGHT": False}),
-    "d64 at once, causal, sinks": Long(_lost(4097, 8190, (8, 2), 64, causal=True, sinks=True), "lost", THREE),
-    "d64 at once, four warpgroups": Long(
-        _lost(4000, 4096, (8, 4), 64, causal=True, sinks=True), "lost", AT_ONCE | {"CTAS_PER_SM": 2}
+    "d128 steep": Long(_steep(4097, 8190, (8, 2)), "steep", {"HAS_RIGHT": False}),
+    "d128 steep, causal, sinks": Long(_steep(8190, 8190, (8, 4), causal=True, sinks=True), "steep"),
+    "d64 steep": Long(_steep(4097, 8190, (4, 4), 64), "steep", THREE | {"HAS_RIGHT": False}),
+    "d64 steep, causal, sinks": Long(_steep(4097, 8190, (8, 2), 64, causal=True, sinks=True), "steep", THREE),
+    "d64 steep, four warpgroups": Long(
+        _steep(4000, 4096, (8, 4), 64, causal=True, sinks=True), "steep", {"CTAS_PER_SM": 2}
     ),
-    "d64 at once, packed": Long(
-        dataclasses.replace(_lost(0, 0, (4, 2), 64), **PACKED), "lost", THREE | {"IS_VARLEN": True}
+    "d64 steep, packed": Long(
+        dataclasses.replace(_steep(0, 0, (4, 2), 64), **PACKED), "steep", THREE | {"IS_VARLEN": True}
     ),
-    "d128 at once, packed": Long(
-        dataclasses.replace(_lost(0, 0, (4, 2)), **PACKED), "lost", AT_ONCE | {"IS_VARLEN": True}
+    "d128 steep, packed": Long(
+        dataclasses.replace(_steep(0, 0, (4, 2)), **PACKED), "steep", {"IS_VARLEN": True}
     ),
-    "d192 at once, sinks": Long(_lost(1100, 2100, (4, 2), 192, sinks=True), "lost", AT_ONCE | {"D_REST": 64}),
-    "d64 at once, window": Long(
-        _lost(4000, 4096, (4, 2), 64, causal=True, window=(1500, None)), "lost", AT_ONCE | {"HAS_LEFT": True}
+    "d192 steep, sinks": Long(_steep(1100, 2100, (4, 2), 192, sinks=True), "steep", {"D_REST": 64}),
+    "d64 steep, window": Long(
+        _steep(4000, 4096, (4, 2), 64, causal=True, window=(1500, None)), "steep", {"HAS_LEFT": True}
     ),
-    "infinite V": Long(_lost(4097, 8190, (8, 2)), "infinite", AT_ONCE),
-    "NaN in V": Long(_lost(4097, 8190, (8, 2), 64, causal=True, sinks=True), "nan", THREE),
-    "dq finished beside": Long(_long(4224, 4224, (12, 12), batch=2, causal=True), "own", AT_ONCE, FINISHES, 5),
-    "dq finished beside, odd": Long(_long(8190, 8192, (16, 16), causal=True), "own", AT_ONCE, FINISHES, 8),
+    "infinite V": Long(_steep(4097, 8190, (8, 2)), "infinite"),
+    "NaN in V": Long(_steep(4097, 8190, (8, 2), 64, causal=True, sinks=True), "nan", THREE),
+    "dq finished beside": Long(_long(4224, 4224, (12, 12), batch=2, causal=True), "own", {}, FINISHES, 5),
+    "dq finished beside, odd": Long(_long(8190, 8192, (16, 16), causal=True), "own", {}, FINISHES, 8),
     "dq finished beside, few queries": Long(
-        _long(1000, 8192, (40, 40), causal=True, cotangents=("out", "lse")), "own", AT_ONCE, FINISHES, 10
+        _long(1000, 8192, (40, 40), causal=True, cotangents=("out", "lse")), "own", {}, FINISHES, 10
     ),
     "dq finished beside, longest": Long(
-        _long(16384, 16384, (10, 10), causal=True), "own", AT_ONCE, FINISHES, 4
+        _long(16384, 16384, (10, 10), causal=True), "own", {}, FINISHES, 4
     ),
     "d128 grouped, causal, sinks": Long(
-        _long(4097, 8190, (8, 2), causal=True, sinks=True, cotangents=("out", "lse")), "own", AT_ONCE,
+        _long(4097, 8190, (8, 2), causal=True, sinks=True, cotangents=("out", "lse")), "own", {},
         {"EVEN_K": False, "FINISHES": False, "AHEAD": False},
     ),
-    "d128 grouped": Long(_long(4097, 8190, (8, 2)), "own", AT_ONCE, {"EVEN_K": False, "HAS_RIGHT": False}),
+    "d128 grouped": Long(_long(4097, 8190, (8, 2)), "own", {}, {"EVEN_K": False, "HAS_RIGHT": False}),
     "d64 grouped, causal, sinks": Long(
         _long(4097, 4097, (8, 2), 64, causal=True, sinks=True), "own", THREE, {"EVEN_K": False, "AHEAD": False}
     ),
     "window": Long(
-        _long(4097, 8190, (8, 2), causal=True, window=(1000, None)), "own", {"AT_ONCE": False, "HAS_LEFT": True},
+        _long(4097, 8190, (8, 2), causal=True, window=(1000, None)), "own", {"HAS_LEFT": True},
         {"HAS_LEFT": True},
     ),
     "packed": Long(
-        dataclasses.replace(_long(0, 0, (4, 2)), **PACKED), "own", {"AT_ONCE": True, "IS_VARLEN": True},
+        dataclasses.replace(_long(0, 0, (4, 2)), **PACKED), "own", {"IS_VARLEN": True},
         {"IS_VARLEN": True},
     ),
     "deterministic": Long(
-        _long(8190, 8192, (8, 8), causal=True, deterministic=True), "own", AT_ONCE,
+        _long(8190, 8192, (8, 8), causal=True, deterministic=True), "own", {},
         {"FIXED_POINT": True, "FINISHES": False}, 4,
     ),
-    "d192 at once, causal, sinks": Long(
-        _lost(3000, 3100, (4, 2), 192, causal=True, sinks=True), "lost", AT_ONCE | {"PASSES_OVER": True}
+    "d192 steep, causal, sinks": Long(
+        _steep(3000, 3100, (4, 2), 192, causal=True, sinks=True), "steep", {"PASSES_OVER": True}
     ),
 }  # fmt: skip
-# In fp16 P are mended before they are rounded: without it all that is over 2^16 would be infinite.
+# In fp16 a P over 2^16 would be infinite.
 HALF = (
-    "d128 at once", "d128 at once, causal, sinks", "d64 at once", "d64 at once, causal, sinks",
-    "d64 at once, four warpgroups", "d64 at once, packed", "d64 at once, window", "d192 at once, causal, sinks",
+    "d128 steep", "d128 steep, causal, sinks", "d64 steep", "d64 steep, causal, sinks",
+    "d64 steep, four warpgroups", "d64 steep, packed", "d64 steep, window", "d192 steep, causal, sinks",
     "infinite V",
 )  # fmt: skip
 CASES |= {
     f"{name}, fp16": dataclasses.replace(
         CASES[name],
         case=dataclasses.replace(CASES[name].case, dtype=torch.float16),
-        forward=CASES[name].forward | {"MENDS_P": True},
     )
     for name in HALF
 }
@@ -187,7 +183,7 @@ def make_long_inputs(long: Long, device: torch.device | str) -> Inputs:
         inputs = Inputs(q, k, v, dout, dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if not case.sinks:
         return inputs
-    sinks = LOST_SINKS if long.values == "lost" else SINKS
+    sinks = STEEP_SINKS if long.values == "steep" else SINKS
     values = torch.tensor([sinks[head % len(sinks)] for head in range(case.num_heads)], device=device)
     return dataclasses.replace(inputs, sinks=values.to(case.dtype))
 
@@ -207,11 +203,11 @@ def _sequence(long: Long, seqlen_q: int, seqlen_k: int, generator: torch.Generat
         return torch.randn(shape, generator=generator, device=device)
 
     k, v = (normal(case.num_kv_heads, seqlen_k, dim) for dim in (case.head_dim, case.head_dim_v))
-    if long.values == "lost":
+    if long.values == "steep":
         k[..., :4] = 0.0
     chosen = _own_keys(case, seqlen_q, seqlen_k, generator)[..., None].expand(-1, -1, case.head_dim)
     q = k.repeat_interleave(group, 0).gather(1, chosen) * (OWN_SCORE / (case.head_dim * scale))
-    if long.values == "lost":
+    if long.values == "steep":
         _lose_rows(q, k, scale)
     elif long.values != "own":
         v[0, SPOT[0], SPOT[1]] = math.inf if long.values == "infinite" else math.nan

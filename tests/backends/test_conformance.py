@@ -23,6 +23,8 @@ from tilewise.testing import (
     BackendImplementation,
     Case,
     check,
+    check_higher,
+    check_higher_repeatable,
     check_repeatable,
     check_unread,
     check_untouched,
@@ -31,6 +33,7 @@ from tilewise.testing import (
     run,
 )
 from tilewise.testing.generation import pair_cases, single_cases, size_cases
+from tilewise.testing.higher import higher_cases
 from tilewise.testing.results import dropout_seed
 from tilewise.testing.special import fp8_cases, padded_cases, repeatable_cases, special_cases
 
@@ -91,6 +94,7 @@ def random_cases(draw: st.DrawFn) -> Case:
         bias=draw(shapes),
         bias_holes=draw(st.booleans()),
         mask=draw(shapes),
+        tiles=draw(st.booleans()),
         sinks=draw(st.booleans()),
         dropout=0.0 if kind == "paged" else draw(st.sampled_from((0.0, 0.0, 0.1, 0.9))),
         scale=draw(st.sampled_from((None, 0.1, 1.0))),
@@ -112,6 +116,24 @@ def test_single_features(case: Case, backend: str, device: str) -> None:
 @over(special_cases)
 def test_special_cases(case: Case, backend: str, device: str) -> None:
     check(*runnable(case, backend, device))
+
+
+@over(lambda: [*single_cases(), *higher_cases()])
+def test_tangents_and_second_derivatives(case: Case, backend: str, device: str) -> None:
+    implementation = BackendImplementation(backend, device)
+    reason = implementation.supports(case, higher=True)
+    if reason is not None:
+        pytest.skip(reason)
+    check_higher(case, implementation)
+
+
+@over(lambda: [case for case in repeatable_cases() if case.wants_grad])
+def test_tangents_and_second_derivatives_repeat_their_bits(case: Case, backend: str, device: str) -> None:
+    implementation = BackendImplementation(backend, device)
+    reason = implementation.supports(case, higher=True)
+    if reason is not None:
+        pytest.skip(reason)
+    check_higher_repeatable(case, implementation)
 
 
 @over(fp8_cases)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import resource
 import signal
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,9 +16,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import validation
-from tilewise.backends.cpu import BACKEND, params, threads
-from tilewise.operands import Flags, Operands, Wanted
+from tilewise.backends.cpu import BACKEND, threads
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers that send signals")
 # When the signal comes, and how soon the call ends then; all of these calls take many times that long.
@@ -158,23 +154,6 @@ def test_handlers_that_return_run_in_time_and_change_nothing(thread_count: int) 
     assert noted[0] < min(ended, 0.05 + WITHIN)
 
 
-def test_handlers_may_attend_themselves(thread_count: int) -> None:
-    """What a handler computes is right, and so is the call it interrupts."""
-    q, k, v = (torch.randn(1, 2, 6000, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    expected = tw.attention(q, k, v, backend="cpu")
-    seen: list[bool] = []
-
-    def attend(*_: object) -> None:
-        seen.append(torch.equal(tw.attention(q[:, :, :500], k, v, backend="cpu"), expected[:, :, :500]))
-
-    with signal_after(0.05, attend):
-        found = tw.attention(q, k, v, backend="cpu")
-        while not seen:
-            time.sleep(0.001)
-    assert seen == [True]
-    assert torch.equal(found, expected)
-
-
 def test_interrupted_calls_leave_no_memory() -> None:
     call = forward()
     check_interrupted(call)
@@ -207,48 +186,6 @@ def test_interrupts_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
         check_interrupted(forward())
         check_interrupted(decode())
         check_next_call()
-
-
-def test_signals_are_answered_while_another_thread_has_the_last_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two items the other thread takes the long one; nothing is left for the calling thread, which waits for it."""
-
-    late: list[KeyboardInterrupt] = []
-
-    def uninterrupted(step: Callable[[], object]) -> None:
-        # OpenMP's barrier does not let Python in, and the memory is in use until the other thread is through.
-        try:
-            step()
-        except KeyboardInterrupt as error:
-            late.append(error)
-
-    def run(address: int, block: array[int], *_: Any, **__: Any) -> None:
-        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-        data, _length = block.buffer_info()
-        done = threading.Event()
-
-        def work() -> None:
-            function(data)
-            done.set()
-
-        threading.Thread(target=work).start()
-        while block[params.BLOCK_FIELDS + 8] == 0:  # items taken
-            uninterrupted(lambda: time.sleep(0.001))
-        uninterrupted(lambda: function(data))
-        while not done.is_set():
-            uninterrupted(done.wait)
-        if late:
-            raise late.pop()
-
-    monkeypatch.setattr(threads, "run", run)
-    keys = 2**24
-    q = torch.zeros(201, 1, 64)
-    k = rows_of(keys + 1)[0].transpose(0, 1)
-    cuts_q, cuts_k = (torch.tensor([0, n, n + 1], dtype=torch.int32) for n in (200, keys))
-    operands, flags = Operands(q, k, k, cuts_q, cuts_k), Flags(needs_grad=True, backend="cpu")
-    problem = validation.problem_of("varlen", operands, flags)
-    wanted = Wanted(dq=True, dk=False, dv=False, dbias=False, dsinks=False)
-    with with_threads(2):
-        check_interrupted(lambda: BACKEND.backward(problem, operands, q, q[:, :, 0].mT, q, None, wanted))
 
 
 def test_ctrl_c_itself() -> None:

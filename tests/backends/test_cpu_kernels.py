@@ -15,7 +15,7 @@ from llvmlite import binding, ir
 
 import tilewise as tw
 from tilewise.backends.cpu import isa
-from tilewise.backends.cpu.compiler import Part, build_module, compile_object, driver, kernel, optimise, part_of
+from tilewise.backends.cpu.compiler import Part, build_module, driver, optimise, part_of
 from tilewise.backends.cpu.emit import (
     BF16,
     E4M3,
@@ -27,21 +27,18 @@ from tilewise.backends.cpu.emit import (
     Value,
 )
 from tilewise.backends.cpu.features import drop, philox
-from tilewise.backends.cpu.intrinsics import load_f32, store_f32
-from tilewise.backends.cpu.isa import Isa
-from tilewise.backends.cpu.matrix import (
+from tilewise.backends.cpu.forward_matrix import (
     matrix_scores,
     matrix_values,
     pack_weights,
-    softmax_to_weights,
     start_tiles,
     stop_tiles,
     transpose_queries,
     transpose_values,
 )
+from tilewise.backends.cpu.isa import Isa
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import transpose_panel
-from tilewise.backends.cpu.streaming import stream_scores, stream_values
 from tilewise.numerics import philox_4x32
 
 LANES = isa.host().lanes
@@ -182,54 +179,6 @@ def test_philox_words_are_the_contract_s() -> None:
     assert np.array_equal(got, np.stack(expected))
 
 
-def test_transpose_exchanges_rows_and_columns() -> None:
-    table = isa.host()
-    source = np.arange(table.panel * 2 * LANES, dtype=np.float32).reshape(table.panel, 2 * LANES)
-    target = np.empty((2 * LANES, table.panel), np.float32)
-    function, engine = loaded([part_of(transpose_panel)])
-    function(source.ctypes.data, source.strides[0], 2 * LANES, target.ctypes.data, 3.0)
-    del engine
-    assert np.array_equal(target, 3 * source.T)
-
-
-def test_language_speaks_python() -> None:
-    def collatz(p: int, start: int, out: int) -> None:
-        steps, n, largest = 0, start, 0.0
-        while n != 1:
-            n = n // 2 if n % 2 == 0 else 3 * n + 1
-            steps += 1
-            largest = max(largest, n)
-        for i in range(2, 10, 3):
-            if i == 5:
-                continue
-            if i > 7 or not (steps > 0 and i < 100):
-                break
-            steps += 100 * i
-        store_f32(out, largest + load_f32(p))
-        store_f32(out + 4, -steps)
-
-    collatz.__globals__.update(store_f32=store_f32, load_f32=load_f32)
-    parts = [part_of(driver(collatz)), part_of(store_f32), part_of(load_f32)]
-    function, engine = loaded(parts)
-    given, out = np.array([0.5], np.float32), np.empty(2, np.float32)
-    function(given.ctypes.data, 27, out.ctypes.data)
-    del engine
-    assert out.tolist() == [9232.5, -(111 + 200)]
-
-
-def test_driver_that_calls_the_unknown_is_refused() -> None:
-    def lost(p: int) -> None:
-        print(p)  # noqa: T201
-
-    with pytest.raises(NameError, match="neither a driver nor a kernel"):
-        compile_object(driver(lost))
-
-
-def test_compiled_code_is_not_called_from_python() -> None:
-    with pytest.raises(TypeError, match="launch"):
-        scores(0, 0, 0, 0, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("machine", "features", "expected"),
     [
@@ -245,20 +194,6 @@ def test_compiled_code_is_not_called_from_python() -> None:
 )
 def test_instruction_set_is_chosen_by_features(machine: str, features: dict[str, bool], expected: Isa) -> None:
     assert isa.choose(machine, features) is expected
-
-
-@pytest.mark.parametrize("table", [isa.NEON, isa.AVX2, isa.AVX512, isa.AVX512_AMX, isa.GENERIC], ids=lambda t: t.name)
-def test_tables_are_consistent(table: Isa) -> None:
-    assert table.panel % table.value_rows == 0
-    assert table.block_n % table.key_step == 0
-    assert table.block_n % table.lanes == 0
-    assert table.key_step % 4 == 0
-    registers = 16 if table.name in ("avx2", "generic") else 32
-    assert table.score_keys * table.query_vectors < registers
-    assert table.value_rows * table.value_vectors < registers
-    if table.matrix is not None:
-        assert table.panel * 4 == 2 * table.matrix.row_bytes, "two tiles hold a panel of fp32"
-        assert table.matrix.keys % table.matrix.depth == 0
 
 
 def assembly(named: Any, table: Isa, triple: str, cpu: str) -> str:
@@ -298,39 +233,10 @@ def test_inner_loops_multiply_and_do_not_spill(name: str, target: tuple[Isa, str
         assert re.search(r"fmla\s+v\d+\.4s, v\d+\.4s, v\d+\.s\[\d\]", block), "no multiply by element"
 
 
-def test_widest_registers_are_used() -> None:
-    assert "%zmm" in innermost(assembly(scores, *AVX512_TARGET[:3]), "vfmadd")
-    assert "%ymm" in innermost(assembly(scores, *AVX2_TARGET[:3]), "vfmadd")
-    assert "vscalefps" in assembly(softmax, *AVX512_TARGET[:3])
-
-
-@pytest.mark.parametrize(
-    ("target", "instruction"),
-    [(NEON_TARGET, "pldl1keep"), (AVX2_TARGET, "prefetcht0"), (AVX512_TARGET, "prefetcht1")],
-    ids=lambda t: t[0].name if isinstance(t, tuple) else t,
-)
-def test_decode_prefetches_into_the_level_of_the_table(
-    target: tuple[Isa, str, str, str, str], instruction: str
-) -> None:
-    for named in (stream_scores, stream_values):
-        code = assembly(named, *target[:3])
-        assert set(re.findall(r"prefetch\w+|pldl\w+", code)) == {instruction}
-
-
 @pytest.mark.parametrize("target", [NEON_TARGET, AVX2_TARGET], ids=lambda t: t[0].name)
 def test_other_kernels_compile_elsewhere(target: tuple[Isa, str, str, str, str]) -> None:
     for named in (softmax, drop, transpose_panel):
         assert len(assembly(named, *target[:3])) > 500
-
-
-AMX_TARGET = (isa.AVX512_AMX, "x86_64-unknown-linux-gnu", "sapphirerapids")
-
-
-@pytest.mark.parametrize("named", [matrix_scores, matrix_values], ids=["scores", "values"])
-def test_matrix_products_load_a_tile_for_each_product(named: Any) -> None:
-    block = innermost(assembly(named, *AMX_TARGET), "tdpbf16ps")
-    assert len(re.findall("tdpbf16ps", block)) == len(re.findall("tileloadd", block)) == 4
-    assert "vcvtne2ps2bf16" in assembly(softmax_to_weights, *AMX_TARGET)
 
 
 @pytest.mark.skipif(isa.host().matrix is None, reason="no matrix unit")
@@ -358,14 +264,6 @@ def test_matrix_products_are_exact_for_small_integers() -> None:
     del engine
     assert torch.equal(s, k.float() @ q.float().T)
     assert torch.equal(out, v.float().T @ s)
-
-
-def test_kernel_result_types_are_part_of_the_program() -> None:
-    @kernel("ff", "f")
-    def add(e: Emitter, a: Value, b: Value) -> Value:
-        return e.b.fadd(a, b)
-
-    assert str(part_of(add).kind) == "float (float, float)"
 
 
 def test_probabilities_are_recomputed_as_exactly_as_lse_says() -> None:

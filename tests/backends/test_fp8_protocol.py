@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gluon_emulator import MODE, PACKAGE
-from test_hopper_protocol import PACKED, Case, emulated, reference  # noqa: F401  (emulated is a fixture)
+from test_hopper_protocol import PACKED, Case, reference
 from tilewise import fp8
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
@@ -56,13 +56,13 @@ def quantised(case: Case, qk: Any, v: Any) -> tuple[AttentionProblem, Operands]:
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", CASES)
-def test_forward(name: str, late: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_forward(name: str, late: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     MODE.late_loads = late
     problem, operands = quantised(*CASES[name])
-    launch = importlib.import_module(f"{PACKAGE}.launch_fp8")
+    launch = importlib.import_module(f"{PACKAGE}.launch")
     counter = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: counter)
-    out, lse = launch.run_fp8_forward(problem, operands)
+    out, lse = launch.run_forward(problem, operands)
     expected, expected_lse = reference().forward(replace(problem, dtype=torch.float64), operands)
     assert int(counter) == 0
     assert torch.equal(torch.isfinite(lse), torch.isfinite(expected_lse))

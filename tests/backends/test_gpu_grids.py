@@ -18,8 +18,8 @@ from tilewise.backends.hopper import BACKEND
 from tilewise.problem import AttentionProblem
 
 pytest.importorskip("triton", minversion="3.6")
-quantising = pytest.importorskip("tilewise.backends.triton.launch_quantising")
-offline = pytest.importorskip("tilewise.backends.hopper.offline")
+quantising = pytest.importorskip("tilewise.backends.triton.quantising")
+launch = pytest.importorskip("tilewise.backends.hopper.launch")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 
@@ -66,16 +66,16 @@ def test_of_attention(name: str, package: str) -> None:
     module = importlib.import_module(f"tilewise.backends.{package}")
     if module.BACKEND.supports(problem, HOPPER) is not None:
         pytest.skip("not taken")
-    assert_fits(importlib.import_module(f"tilewise.backends.{package}.offline").calls_of(problem, HOPPER))
+    assert_fits(importlib.import_module(f"tilewise.backends.{package}.launch").calls_of(problem, HOPPER))
 
 
 @pytest.mark.parametrize("mode", ["own", "shared"])
 @pytest.mark.parametrize("layout", ["bhsd", "packed"])
 def test_of_quantising(mode: str, layout: str) -> None:
-    job = quantising.Job(mode, MANY, 2, 300, 64, layout, 128 if mode == "own" else None, False, False)
+    job = quantising.Job(mode, MANY, 2, 300, 64, layout, 128 if mode == "own" else None, False, False, True)
     view = ((300 * 128, 64, 128, 1), torch.bfloat16, True)
     views = [view, ((1,), torch.int32, True) if layout == "packed" else None, *[None] * 4, view, view, view]
-    assert_fits(quantising.quantising_calls(job, tuple(views), hardware=True))
+    assert_fits(quantising.quantising_calls(job, tuple(views)))
 
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 129, 255, 256, 300, 512, 1000, 1024, 1280, 2048, 4096, 4097, 8192, 16384, 1 << 20)
@@ -124,7 +124,7 @@ def test_of_whatever_is_taken() -> None:
         fits = 4 * rows * (problem.head_dim + problem.head_dim_v) <= MEMORY
         if not fits or BACKEND.supports(problem, chip) is not None:
             continue
-        calls = offline.calls_of(problem, chip)
+        calls = launch.calls_of(problem, chip)
         assert_fits(calls)
         for call in calls:
             compilation.types_of(call)

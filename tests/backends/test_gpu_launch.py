@@ -6,8 +6,10 @@ launcher runs, against a driver that launches nothing (fake_cuda).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +27,8 @@ from tilewise.backends.triton.configs import SHORT_KEYS
 from tilewise.canonical import canonical
 from tilewise.operands import Flags, Operands, Wanted
 from tilewise.problem import AttentionProblem
+from tilewise.tile_masks import tile_mask
+from tilewise.tiles import lists_of
 
 __all__ = ["fake_cuda"]
 
@@ -36,8 +40,6 @@ symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
 gpu_counters = pytest.importorskip("tilewise.backends.gpu.counters")
 hopper_launch = pytest.importorskip("tilewise.backends.hopper.launch")
-hopper_backward = pytest.importorskip("tilewise.backends.hopper.launch_backward")
-hopper_decode = pytest.importorskip("tilewise.backends.hopper.launch_decode")
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
@@ -56,7 +58,7 @@ class Compiled(NamedTuple):
 def h200(monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeCuda]:
     """Every device is an H200, nothing is prepared yet."""
     kept = (triton_launch._kept_forward, triton_launch._kept_backward, hopper_launch.forward_pass)
-    caches = (*kept, hopper_backward.backward_pass, hopper_decode.decode_pass, compilation._compiled)
+    caches = (*kept, hopper_launch.backward_pass, hopper_launch.decode_pass, compilation._compiled)
     for cache in caches:
         cache.cache_clear()
     counter = torch.zeros(1, dtype=torch.int32)
@@ -114,6 +116,26 @@ def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled
     assert compiled.names[before:] == ["forward_kernel"]
 
 
+def test_a_tile_mask_is_data(h200: FakeCuda, compiled: Compiled) -> None:
+    """Masks of any pattern, length and number of heads compile each kernel once; a bound call launches one kernel."""
+    for length, heads in ((100, 1), (300, 2), (513, 1), (1024, 2)):
+        mask = tile_mask(lambda _b, h, i, j: (i >= j) & (i + h > 90), length, length, heads=heads)
+        tensors = {"tiles": mask.tiles, "tile_bits": mask.bits, "tile_lists": lists_of(mask.tiles)}
+        operands = operands_of(length)._replace(**tensors)
+        sizes = {"mask_seqlen_q": length, "mask_seqlen_k": length}
+        train(TRITON, operands, **sizes)
+        problem, ready = problem_of(operands, **sizes)
+        bound = TRITON.bind_forward(problem, ready, want_lse=False)
+        assert bound is not None
+        h200.expect()
+        bound(operands)
+        assert h200.seen().launches == 1
+        assert TRITON.bind_forward(problem, ready._replace(tile_lists=None), want_lse=False) is None
+    assert sorted(compiled.names) == [
+        "forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "row_stats_kernel",
+    ]  # fmt: skip
+
+
 def test_twenty_lengths_compile_each_hopper_kernel_once(h200: FakeCuda, compiled: Compiled) -> None:
     for length in LENGTHS:  # of head_dim 128: 64 has one kernel for short sequences and one for long ones
         problem, ready = problem_of(operands_of(length, dim=128))
@@ -127,14 +149,6 @@ def test_decoding_compiles_once_for_all_numbers_of_keys(h200: FakeCuda, compiled
         problem, ready = problem_of(Operands(q, k, k))
         TRITON.forward(problem, ready)
     assert compiled.names == ["decode_kernel", "combine_kernel"]
-
-
-def test_hopper_decoding_compiles_once_for_all_lengths_and_batches(h200: FakeCuda, compiled: Compiled) -> None:
-    for batch, keys in ((1, 300), (1, 65536), (3, 4097), (16, 8192)):
-        q, k = torch.zeros(batch, 8, 1, 64, dtype=BF16), torch.zeros(batch, 2, keys, 64, dtype=BF16)
-        problem, ready = problem_of(Operands(q, k, k))
-        HOPPER.forward(problem, ready)
-    assert compiled.names == ["decode_kernel"]
 
 
 # Forward; statistics, dK and dV, dQ.
@@ -185,6 +199,8 @@ def test_hopper_copies_what_tma_cannot_address(h200: FakeCuda, compiled: Compile
         h200.expect()
         HOPPER.forward(problem, ready)
         assert h200.seen().launches == 1
+        # A bound pass is given the caller's layout, in which it could not copy. Heads may share their rows.
+        assert (HOPPER.bind_forward(problem, ready, want_lse=True) is None) == (q.data_ptr() % 16 != 0)
     assert compiled.names == ["forward_quad_kernel"]
 
 
@@ -195,8 +211,8 @@ def test_what_is_compiled_offline_is_what_runs(gpu: Any, h200: FakeCuda, compile
     train(gpu, operands, causal=True)
     before = list(compiled.names)
     problem, _ = problem_of(operands, causal=True, needs_grad=True)
-    offline = importlib.import_module(f"tilewise.backends.{gpu.name}.offline")
-    calls = offline.calls_of(problem, devices.named("h200"))
+    launch = importlib.import_module(f"tilewise.backends.{gpu.name}.launch")
+    calls = launch.calls_of(problem, devices.named("h200"))
     for call in calls:
         compilation.compile_call(call, devices.named("h200"), -1)
     assert compiled.names == before
@@ -239,29 +255,11 @@ def test_the_driver_gets_the_arguments_of_triton_kernels(h200: FakeCuda) -> None
     assert h200.seen().grid == forward.calls[0].grid
 
 
-def test_packed_rows_reach_the_driver_in_boxes(h200: FakeCuda) -> None:
-    """Of five dimensions; the grid is (head, place in the list, wave of heads)."""
-    bounds = torch.tensor([0, 100, 600], dtype=torch.int32)
-    q, k, v = (torch.zeros(600, 2, 128, dtype=BF16) for _ in range(3))
-    operands = Operands(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
-    problem, spec = validation.problem_of("varlen", operands, Flags(causal=True)), devices.named("h200")
-    ready = canonical(problem, operands)
-    forward = triton_launch.forward_pass(problem, spec, -1, launching.raw_views(ready))
-    alone = launching.Pass(forward.calls[1:], Operands._fields, forward.allocations, spec, -1)
-    results: list[dict[str, Tensor]] = []
-    got = launched_parameters(h200, alone, lambda: results.append(alone.run(ready)))
-    out = results[0]["out"]
-    shape, strides = (2**30 + 1, 601, 2, 2**30, 128), (2**34 - 256, 256, 128, 256, 1)
-    tensors = {"q": q, "k": k, "v": v, "out": out}
-    assert {n: got[f"{n}_desc"] for n in tensors} == {n: (t.data_ptr(), *shape, *strides) for n, t in tensors.items()}
-    assert h200.seen().grid == (2, 600 // 64 + 2, 1)
-
-
 def test_the_driver_gets_the_descriptors_of_hopper_kernels(h200: FakeCuda) -> None:
     problem, ready = problem_of(operands_of(300, heads=4, batch=2), causal=True)
     forward = hopper_launch.forward_pass(problem, devices.named("h200"), -1, launching.raw_views(ready))
     results: list[tuple[Tensor, Tensor]] = []
-    got = launched_parameters(h200, forward.kernels, lambda: results.append(HOPPER.forward(problem, ready)))
+    got = launched_parameters(h200, forward, lambda: results.append(HOPPER.forward(problem, ready)))
     ((out, lse),) = results
     shape, strides = (2, 4, 300, 64), (4 * 300 * 64, 300 * 64, 64, 1)
     assert got["k_desc"] == (ready.k.data_ptr(), *shape, *strides)
@@ -310,20 +308,21 @@ def test_the_ordinary_path_hands_over_the_same(gpu: Any, h200: FakeCuda, monkeyp
 
 
 def test_the_driver_hears_which_kernel_may_start_early(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lost rows are computed again by a kernel that waits for the forward itself; no other kernel may overlap."""
-    for scratch, is_direct in ((2, True), (3, False)):
+    problem, ready = problem_of(operands_of(300), causal=True)
+    spec = devices.named("h200")
+    forward = hopper_launch.forward_pass.__wrapped__(problem, spec, -1, launching.raw_views(ready))
+    (call,) = forward.calls
+    assert not call.overlaps
+    for scratch, overlaps in itertools.product((2, 3), (True, False)):
         monkeypatch.setattr(driver, "NUM_SCRATCH", scratch)
-        for keys, overlaps in ((8192, True), (128, False)):
-            problem, ready = problem_of(operands_of(keys), causal=True)
-            kernels = hopper_launch.forward_pass.__wrapped__(
-                problem, devices.named("h200"), -1, launching.raw_views(ready)
-            ).kernels
-            assert [call.overlaps for call in kernels.calls] == ([False, True] if overlaps else [False])
-            assert {launch.is_direct for launch in kernels._launches} == {is_direct}
-            h200.expect()
-            kernels(ready)
-            assert h200.seen().launches == len(kernels.calls)
-            assert h200.seen().overlaps == overlaps
+        calls = [dataclasses.replace(call, overlaps=overlaps)]
+        alone = launching.Pass(
+            calls, Operands._fields, forward.allocations, spec, -1, read=("out", "lse"), num_counters=1
+        )
+        assert {launch.is_direct for launch in alone._launches} == {scratch == 2}
+        h200.expect()
+        alone.run(ready)
+        assert h200.seen().overlaps == overlaps
 
 
 @pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])

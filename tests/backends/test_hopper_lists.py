@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from emulated_memory import Pointer
-from test_hopper_protocol import emulated  # noqa: F401  (a fixture)
 from tilewise.problem import AttentionProblem
 
 pytestmark = pytest.mark.slow
@@ -53,7 +51,7 @@ def listed(
         total_k=sum(lengths[1]) + 2, num_heads=2, num_kv_heads=1, head_dim=64, head_dim_v=64, scale=1.0,
         page_size=64 if paged else None,
     )  # fmt: skip
-    listing = module("listing")
+    listing = module("work_list")
     cu = [torch.tensor([0, *n]).cumsum(0).to(torch.int32) for n in lengths]
     tensors = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "seqlens_k": torch.tensor(lengths[1]).to(torch.int32)}
     tensors |= others or {}
@@ -67,16 +65,11 @@ def listed(
     return [Entry(*w[1:]) for w in words[1 : 1 + words[0][0]]]
 
 
-@pytest.mark.parametrize("heads", [1, 3], ids=["all heads", "each head"])
-@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize(("of_keys", "heads"), [(False, 1), (True, 3)], ids=["queries, all heads", "keys, each head"])
 @pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_every_block_is_listed_once(
-    lengths: tuple[list[int], list[int]],
-    together: int,
-    of_keys: bool,
-    heads: int,
-    emulated: Callable[[str], Any],  # noqa: F811
+    lengths: tuple[list[int], list[int]], together: int, of_keys: bool, heads: int, emulated: Callable[[str], Any]
 ) -> None:
     entries = listed(lengths, emulated, together=together, of_keys=of_keys, heads=heads)
     own = lengths[of_keys]
@@ -108,18 +101,10 @@ def weight(entry: Entry, of_keys: bool) -> int:
     return entry.block + -(-entry.keys // BLOCK) - -(-entry.q_rows // BLOCK)
 
 
-def test_paged_keys_have_lengths_only(emulated: Callable[[str], Any]) -> None:  # noqa: F811
-    lengths = LENGTHS["mixed"]
-    entries = listed(lengths, emulated, paged=True, together=10000)
-    assert {(e.sequence, e.keys) for e in entries} == {(i, n) for i, n in enumerate(lengths[1]) if lengths[0][i]}
-
-
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
 def test_bounds_that_are_too_small_leave_no_entry_unwritten(
-    together: int,
-    of_keys: bool,
-    emulated: Callable[[str], Any],  # noqa: F811
+    together: int, of_keys: bool, emulated: Callable[[str], Any]
 ) -> None:
     """Rows past what is listed are left out of everything, also of what is waited for: kernels read what the list has
     for addresses.
@@ -127,7 +112,7 @@ def test_bounds_that_are_too_small_leave_no_entry_unwritten(
     lengths, most = ([9000, 3, 4097, 700], [9000, 5, 4096, 800]), 4096
     bounds = (100 - 9000, 100 - 9000)
     said = torch.full((len(lengths[0]) * 2,), -1, dtype=torch.int32)
-    beside = (emulated("listing").Address("said", torch.int32), 40) if of_keys else None
+    beside = (emulated("work_list").Address("said", torch.int32), 40) if of_keys else None
     options: Any = {"together": together, "of_keys": of_keys, "beside": beside}
     entries = listed(lengths, emulated, {"said": said}, slack=bounds, **options)
     wanted = [(i, b) for i, n in enumerate(lengths[of_keys]) for b in range(-(-min(n, most) // BLOCK))]
@@ -141,39 +126,21 @@ def test_bounds_that_are_too_small_leave_no_entry_unwritten(
 
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
-def test_nothing_to_list_is_said(of_keys: bool, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+def test_nothing_to_list_is_said(of_keys: bool, emulated: Callable[[str], Any]) -> None:
     """Bounds of 0: kernels that find no number would take what the memory held for blocks."""
     lengths = ([5, 0, 0], [0, 0, 0]) if of_keys else ([0, 0], [7, 0])
     assert listed(lengths, emulated, slack=(0, 0), together=0, of_keys=of_keys) == []
 
 
-def test_row_tiles_have_room_for_every_sequence(emulated: Callable[[str], Any]) -> None:  # noqa: F811
-    """The search of the row kernels inverts schedule.row_tile_of, and no two sequences share a tile."""
-    find = emulated("backward_rows").row_tile_at
-    for lengths in (LENGTHS["mixed"][0], LENGTHS["many"][0], LENGTHS["one huge, many tiny"][0]):
-        cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        total, batch = sum(lengths) + 70, len(lengths)
-        found = [[int(x) for x in find(Pointer(cu), tile, batch, 64)] for tile in range(total // 64 + batch)]
-        tiles = {(s, m): tile for tile, (s, _, length, m) in enumerate(found) if m * 64 < length}
-        assert tiles == {
-            (i, m): sum(lengths[:i]) // 64 + i + m for i, n in enumerate(lengths) for m in range(-(-n // 64))
-        }
-        assert all(first == sum(lengths[:s]) for s, first, length, m in found if m * 64 < length)
-
-
-@pytest.mark.parametrize(("lead", "heads"), [(1, 5), (3, 1), (40, 5)])
+@pytest.mark.parametrize(("lead", "heads"), [(3, 1), (40, 5)])
 @pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 def test_what_is_prepared_beside_is_handed_out_before_it_is_waited_for(
-    lengths: tuple[list[int], list[int]],
-    together: int,
-    lead: int,
-    heads: int,
-    emulated: Callable[[str], Any],  # noqa: F811
+    lengths: tuple[list[int], list[int]], together: int, lead: int, heads: int, emulated: Callable[[str], Any]
 ) -> None:
     """Whoever takes tile t from the counter prepares tile t + lead (preparing.py)."""
     said = torch.full((len(lengths[0]) * heads * 2,), -1, dtype=torch.int32)
-    beside = (emulated("listing").Address("said", torch.int32), lead)
+    beside = (emulated("work_list").Address("said", torch.int32), lead)
     entries = listed(lengths, emulated, {"said": said}, together=together, of_keys=True, heads=heads, beside=beside)
     assert not said.view(-1, 2)[:, 1].any()
     marks = said.view(-1, heads, 2)[:, :, 0].tolist()

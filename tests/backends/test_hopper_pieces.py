@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from gluon_emulator import MODE
-from test_hopper_protocol import LATE_FIRST, Case, backward_inputs, check_backward, emulated, run_backward  # noqa: F401
+from sampling import sampled
+from test_hopper_protocol import LATE_FIRST, Case, backward_inputs, check_backward, run_backward
 from tilewise import device
 
 pytestmark = pytest.mark.slow
@@ -29,9 +30,9 @@ CASES = {
 
 
 @pytest.fixture
-def cut(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:  # noqa: F811
+def cut(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """Whatever is to be gained, and pieces of any length."""
-    prepared = emulated("launch_backward").backward_pass
+    prepared = emulated("launch").backward_pass
     monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: False)
     monkeypatch.setattr(emulated("backward_plan"), "cuts_last_round", lambda _: True)
     monkeypatch.setattr(emulated("backward_plan"), "PIECES_GAIN", 1)
@@ -47,7 +48,7 @@ def plan_of(case: Case, backend: Callable[[str], Any], sms: int | None = None) -
 
 
 @pytest.mark.parametrize("late_loads", LATE_FIRST)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", sampled(CASES, (*CASES,)[::2]))
 def test_pieces(case: Case, late_loads: bool, cut: Callable[[str], Any]) -> None:
     MODE.late_loads = late_loads
     line = plan_of(case, cut).line
@@ -70,8 +71,8 @@ def test_pieces_of_a_deterministic_backward_repeat(cut: Callable[[str], Any]) ->
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("sms", [1, 2, 3, 7, 78, 114, 132])
-@pytest.mark.parametrize(("batch", "heads", "seqlens"), [(1, 16, 16384), (4, 16, 4096), (1, 7, 8192), (3, 5, 2304)])
+@pytest.mark.parametrize("sms", [1, 3, 78, 132])
+@pytest.mark.parametrize(("batch", "heads", "seqlens"), [(1, 7, 8192), (3, 5, 2304)])
 def test_every_query_tile_belongs_to_one_piece(
     sms: int, batch: int, heads: int, seqlens: int, cut: Callable[[str], Any]
 ) -> None:

@@ -16,7 +16,8 @@ import torch
 
 import gluon_emulator
 from gluon_emulator import MODE
-from test_hopper_protocol import LATE_FIRST, Case, check_backward, emulated  # noqa: F401  (a fixture)
+from sampling import sampled
+from test_hopper_protocol import LATE_FIRST, Case, check_backward
 from tilewise import device
 
 pytestmark = pytest.mark.slow
@@ -32,9 +33,9 @@ CASES = {
 
 
 @pytest.fixture
-def waves_of_one(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:  # noqa: F811
+def waves_of_one(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """A tile of one head after the other."""
-    prepared = emulated("launch_backward").backward_pass
+    prepared = emulated("launch").backward_pass
     monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: True)
     monkeypatch.setattr(emulated("configs"), "ENDING_SEQLEN_K", (300, 1024))
     monkeypatch.setattr(emulated("backward_plan"), "AHEAD_HEADS", 1)
@@ -48,7 +49,7 @@ def waves_of_one(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("late_loads", LATE_FIRST)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", sampled(CASES, ("d64 causal", "d128 causal, deterministic", "d96 window, sinks")))
 def test_heads_behind_the_front(case: Case, late_loads: bool, waves_of_one: Callable[[str], Any]) -> None:
     MODE.late_loads = late_loads
     plan = waves_of_one("backward_plan").backward_plan(case.problem, device.of(torch.device("cpu")))
@@ -91,25 +92,16 @@ def test_too_short_a_front_is_a_deadlock(waves_of_one: Callable[[str], Any], mon
 @pytest.mark.parametrize(
     ("heads", "seqlen", "batch", "causal"),
     [
-        ((16, 16), 1024, 16, False),
         ((16, 16), 1024, 16, True),
         ((32, 32), 2048, 2, False),
-        ((32, 32), 4096, 2, True),
-        ((3, 3), 128, 300, False),
         ((3, 3), 128, 300, True),
         ((5, 5), 1024, 15, True),
-        ((7, 7), 1024, 16, True),
         ((1, 1), 1024, 9, True),
     ],
 )
-@pytest.mark.parametrize("num_sms", [132, 114, 78, 16])
+@pytest.mark.parametrize("num_sms", [132, 78])
 def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
-    num_sms: int,
-    heads: tuple[int, int],
-    seqlen: int,
-    batch: int,
-    causal: bool,
-    emulated: Callable[[str], Any],  # noqa: F811
+    num_sms: int, heads: tuple[int, int], seqlen: int, batch: int, causal: bool, emulated: Callable[[str], Any]
 ) -> None:
     case = Case(128, batch=batch, heads=heads, seqlens=(seqlen, seqlen), causal=causal)
     chip = replace(device.named("h200"), num_sms=num_sms)
@@ -137,16 +129,12 @@ LISTED = {
 
 @pytest.mark.parametrize(("case", "together", "late_loads"), LISTED.values(), ids=LISTED.keys())
 def test_packed_sequences_behind_the_front(
-    case: Case,
-    together: int,
-    late_loads: bool,
-    emulated: Callable[[str], Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, together: int, late_loads: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     MODE.late_loads = late_loads
     monkeypatch.setattr(emulated("backward_plan").BackwardPlan, "together", lambda *_, **__: together)
     monkeypatch.setattr(emulated("configs"), "prepares_listed", lambda _: True)
-    prepared = emulated("launch_backward").backward_pass
+    prepared = emulated("launch").backward_pass
     prepared.cache_clear()
     heads = set()
     prepare = emulated("preparing").prepare_tiles.function
@@ -161,3 +149,59 @@ def test_packed_sequences_behind_the_front(
     pairs = {(sequence, head) for sequence, keys in enumerate(LENGTHS[1]) for head in range(case.heads[1]) if keys}
     assert heads < pairs
     assert heads >= {(sequence, head) for sequence, head in pairs if LENGTHS[0][sequence] <= 70}
+
+
+# --- dQ leaves its sums to the kernel that adds to them: complete, once, and its ring is used again in time
+
+
+# Of 256 keys: two tiles a head, so that a head's tiles are done at different times.
+FINISHED = Case(batch=5, heads=(2, 2), seqlens=(200, 256))
+
+
+@pytest.fixture
+def short_ring(waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """DQ is finished in the main kernel, with as few places in the ring as there may be."""
+    monkeypatch.setattr(waves_of_one("configs"), "finishes_inside", lambda _: True)
+    monkeypatch.setattr(waves_of_one("backward_plan"), "FINISH_ROUNDS", 0)
+    monkeypatch.setattr(waves_of_one("backward_plan"), "REUSE_ROUNDS", 0)
+    return waves_of_one
+
+
+@pytest.mark.parametrize("late_loads", LATE_FIRST)
+@pytest.mark.parametrize("name", ["d64 causal", "d128, few queries"])
+def test_places_are_used_again(name: str, late_loads: bool, short_ring: Callable[[str], Any]) -> None:
+    MODE.late_loads = late_loads
+    case = CASES[name]
+    plan = short_ring("backward_plan").backward_plan(case.problem, device.of(torch.device("cpu")))
+    assert plan.ring_items < plan.finished_items
+    check_backward(case, short_ring)
+
+
+@pytest.mark.parametrize("missing", ["await_writes", "load_acquire", "publish"])
+def test_a_missing_signal_is_found(
+    missing: str, short_ring: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is added has not arrived yet; a head is finished before its tiles are done; zeros are not told of."""
+    MODE.late_loads = False
+    finishing = short_ring("finishing")
+    count = finishing.count_done.function
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.3)
+        count(*args)
+
+    monkeypatch.setattr(short_ring("backward"), "count_done", slowly)
+    enough = torch.tensor(1 << 20)
+    monkeypatch.setattr(finishing, missing, (lambda *_: enough) if missing == "load_acquire" else lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_backward(FINISHED, short_ring)
+
+
+def test_too_short_a_ring_is_a_deadlock(short_ring: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All CTAs have tiles that wait for the head which had their place before; its shares would go to later tiles."""
+    MODE.late_loads = False
+    monkeypatch.setattr(short_ring("backward_plan"), "FINISH_ROUNDS", 2)
+    monkeypatch.setattr(short_ring("backward_plan").BackwardPlan, "ring_items", property(lambda _: 1))
+    monkeypatch.setattr(gluon_emulator, "DEADLOCK_S", 1.0)
+    with pytest.raises(RuntimeError, match="deadlock"):
+        check_backward(FINISHED, short_ring)

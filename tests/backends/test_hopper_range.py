@@ -28,7 +28,8 @@ from extreme_inputs import (
     unmet_rows,
 )
 from gluon_emulator import MODE
-from test_hopper_protocol import PACKED, Case, emulated, expected, in_double, reference  # noqa: F401  (a fixture)
+from sampling import marks_of, sampled
+from test_hopper_protocol import PACKED, Case, expected, in_double, reference
 from tilewise.operands import Operands, Wanted
 
 pytestmark = pytest.mark.slow
@@ -47,11 +48,7 @@ def inputs(case: Case, kind: Callable[[Inputs], None], dtype: torch.dtype = torc
 
 
 def both_ways(
-    case: Case,
-    x: Inputs,
-    emulated: Callable[[str], Any],  # noqa: F811
-    *,
-    by_kernel: bool = False,
+    case: Case, x: Inputs, emulated: Callable[[str], Any], *, by_kernel: bool = False
 ) -> tuple[Tensor, Tensor]:
     """DQ in any order, and in integers; with out and lse of the specification or, `by_kernel`, of our own forward.
 
@@ -64,7 +61,7 @@ def both_ways(
         out, lse = emulated("launch").run_forward(problem, operands)
     else:
         out, lse = reference().forward(replace(problem, dtype=torch.float64), in_double(operands))
-    run = emulated("launch_backward").run_backward
+    run = emulated("launch").run_backward
     given = (operands, out.to(x.q.dtype), lse.float(), x.dout, x.dlse, Wanted())
     found = [run(replace(problem, deterministic=deterministic), *given).dq for deterministic in (False, True)]
     return found[0], found[1]
@@ -72,8 +69,8 @@ def both_ways(
 
 # In the ordinary run of wider heads, and under a softcap, those in which scores matter.
 SCORES = (large_scores, lost_query, overflow)
-ORDINARY = [("d64", kind) for kind in KINDS] + [(name, kind) for name in ("d128", "d96 capped") for kind in SCORES]
-JUDGED = ORDINARY + [("d128", kind) for kind in KINDS if kind not in SCORES]
+ORDINARY = [("d64", kind) for kind in KINDS[::2]] + [("d128", overflow), ("d96 capped", large_scores)]
+JUDGED = [(name, kind) for name in CASES for kind in KINDS if name != "d96 capped" or kind in SCORES]
 
 
 @pytest.mark.parametrize(
@@ -84,17 +81,15 @@ JUDGED = ORDINARY + [("d128", kind) for kind in KINDS if kind not in SCORES]
     ],
 )
 def test_integers_have_the_range_of_floats(
-    name: str,
-    kind: Callable[[Inputs], None],
-    emulated: Callable[[str], Any],  # noqa: F811
+    name: str, kind: Callable[[Inputs], None], emulated: Callable[[str], Any]
 ) -> None:
     case = CASES[name]
     x = inputs(case, kind)
     check(*both_ways(case, x, emulated), x, case.problem.scale)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_infinities_of_fp16_are_seen(case: Case, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+@pytest.mark.parametrize("case", sampled(CASES, ("d128",)))
+def test_infinities_of_fp16_are_seen(case: Case, emulated: Callable[[str], Any]) -> None:
     x = inputs(case, half_overflow, torch.float16)
     ordinary, integers = both_ways(case, x, emulated)
     assert not bool(ordinary.isfinite().all())
@@ -102,19 +97,16 @@ def test_infinities_of_fp16_are_seen(case: Case, emulated: Callable[[str], Any])
     check(ordinary, integers, x, case.problem.scale)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_large_key_costs_bits_and_nothing_else(case: Case, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+@pytest.mark.parametrize("case", sampled(CASES, ("d64",)))
+def test_a_large_key_costs_bits_and_nothing_else(case: Case, emulated: Callable[[str], Any]) -> None:
     x = inputs(case, large_key)
     scale = case.problem.scale
     check(*both_ways(case, x, emulated), x, scale, small_scores(x, scale))
 
 
-@pytest.mark.parametrize("kind", [lost_key, lost_value], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "kind"), [(64, lost_key), (128, lost_value)])
 def test_lost_keys_are_lost_for_the_rows_that_meet_them(
-    head_dim: int,
-    kind: Callable[[Inputs], None],
-    emulated: Callable[[str], Any],  # noqa: F811
+    head_dim: int, kind: Callable[[Inputs], None], emulated: Callable[[str], Any]
 ) -> None:
     """Under a causal mask the first query tiles do not meet the second block of keys, nor does the other head."""
     case = Case(head_dim, heads=(2, 2), seqlens=(400, 400), causal=True)
@@ -143,13 +135,10 @@ UNMET = [(n, s) for n in EDGES for s in (math.nan, -math.inf, 1e8) if s != 1e8 o
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [pytest.param(n, s, marks=pytest.mark.exhaustive if s == -math.inf else ()) for n, s in UNMET],
+    ("name", "size"), [pytest.param(n, s, marks=marks_of((n, s) in UNMET[:: len(UNMET) // 4])) for n, s in UNMET]
 )
 def test_keys_that_a_tile_does_not_meet_take_nothing_from_it(
-    name: str,
-    size: float,
-    emulated: Callable[[str], Any],  # noqa: F811
+    name: str, size: float, emulated: Callable[[str], Any]
 ) -> None:
     """Not a bit, and nothing of other sequences: behind a left edge 1e8 left dQ an error of 100 %, NaN made it NaN."""
     MODE.late_loads = False
@@ -163,7 +152,7 @@ def test_keys_that_a_tile_does_not_meet_take_nothing_from_it(
     rows = slice(first_q, first_q + lengths[0][sequence])
     for tensor in (spoilt.k, spoilt.v):
         (tensor if case.lengths else tensor[0].transpose(0, 1))[first_k + key, 0, 5] = size
-    run = emulated("launch_backward").run_backward
+    run = emulated("launch").run_backward
     whole, found = (run(problem, x, *given).dq for x in (operands, spoilt))
     whole, found = (t if case.lengths else t[0].transpose(0, 1) for t in (whole, found))
     kept = torch.ones(sum(lengths[0]), dtype=torch.bool)

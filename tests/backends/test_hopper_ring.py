@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from test_hopper_protocol import emulated  # noqa: F401  (a fixture)
 from tilewise import device
 from tilewise.problem import AttentionProblem
 
@@ -85,7 +84,7 @@ def later_numbers(plan: Any) -> Iterator[str]:
                 yield f"head {item}: tile {first} waits for the share of number {tiles[before][-1] + lag}"
 
 
-def test_the_order_of_tiles_is_the_kernels(emulated: Any) -> None:  # noqa: F811
+def test_the_order_of_tiles_is_the_kernels(emulated: Any) -> None:
     for queries, keys, items in ((1024, 4224, 11), (8192, 256, 5), (64, 1024, 3)):
         sizes = plan_of(queries, keys, items, 7).key_sizes
         places = [emulated("schedule").place_of(tile, sizes, False) for tile in range(sizes.num_tiles)]

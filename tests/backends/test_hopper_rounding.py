@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor
 
 from emulated_asm import units_counted
-from test_hopper_protocol import emulated  # noqa: F401  (a fixture)
 
-# As backward_rows.COUNT_BIAS and launch_backward.NO_EDGE.
-COUNT_BIAS, NO_EDGE = 0x40400000, 1 << 30
+# As backward_rows.COUNT_BIAS.
+COUNT_BIAS = 0x40400000
 LANES, COUNT = 32, 32
 
 
@@ -73,11 +71,7 @@ def run_in_a_warp(text: str, operands: dict[str, Tensor]) -> list[tuple[Tensor, 
 
 
 def counted(
-    x: Tensor,
-    units: Tensor,
-    emulated: Callable[[str], Any],  # noqa: F811
-    rows: Tensor | None = None,
-    at: int = 0,
+    x: Tensor, units: Tensor, emulated: Callable[[str], Any], rows: Tensor | None = None, at: int = 0
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """What a warp's threads make of x [LANES, COUNT], and the NaN that they store."""
     text = emulated("primitives")._count_asm(COUNT, rows is not None)
@@ -97,7 +91,7 @@ def unbiased(counts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("most", [22, 31])
-def test_products_are_rounded_to_the_nearest_integer(most: int, emulated: Callable[[str], Any]) -> None:  # noqa: F811
+def test_products_are_rounded_to_the_nearest_integer(most: int, emulated: Callable[[str], Any]) -> None:
     """By one addition, if all of a warp's products are below 2^22, else by two."""
     generator = torch.Generator().manual_seed(most)
     sizes = torch.exp2(torch.randint(-3, most, (LANES, COUNT), generator=generator).float())
@@ -114,28 +108,7 @@ def test_products_are_rounded_to_the_nearest_integer(most: int, emulated: Callab
     )
 
 
-@pytest.mark.parametrize("value", [4194304.5, -4194305.0, -12582911.0, 1e9, -2e9])
-def test_one_product_that_is_too_large_is_noticed(value: float, emulated: Callable[[str], Any]) -> None:  # noqa: F811
-    x = torch.ones(LANES, COUNT)
-    x[5, 9] = value
-    found, _ = counted(x, torch.full((LANES, COUNT), 2.0**-22), emulated)
-    assert torch.equal(unbiased(found), torch.round(x.double()))
-
-
-def test_odd_units_make_no_product_that_is_missed(emulated: Callable[[str], Any]) -> None:  # noqa: F811
-    """3 + x * units is 0, which has no exponent of its own, for no x; with even units it may be."""
-    odd = emulated("backward_rows").odd
-    units = odd(torch.tensor([1.0, 3.0, 0.75, 2.0**-100, 1.9999999]))
-    assert bool((units.view(torch.int32) & 1 == 1).all())
-    x = torch.ones(LANES, COUNT)
-    x[0, 0] = -3.0 * 2**22
-    found, _ = counted(x, torch.full((LANES, COUNT), 2.0**-22), emulated)
-    assert unbiased(found)[0, 0] != -3.0 * 2**22
-    found, _ = counted(x, odd(torch.ones(LANES, COUNT)) * 2.0**-22, emulated)
-    assert unbiased(found)[0, 0] == -3.0 * 2**22 - 2  # of 1 + 2^-23
-
-
-def test_rows_that_are_not_finite_are_marked(emulated: Callable[[str], Any]) -> None:  # noqa: F811
+def test_rows_that_are_not_finite_are_marked(emulated: Callable[[str], Any]) -> None:
     """A thread looks at its first and third element, of which a row has one."""
     rows = torch.arange(LANES)[:, None] // 4 + torch.arange(COUNT)[None] // 2 % 2 * 8
     x = torch.ones(LANES, COUNT)
@@ -147,40 +120,3 @@ def test_rows_that_are_not_finite_are_marked(emulated: Callable[[str], Any]) -> 
     assert sorted({int(at) for at, _ in stored for at in at}) == [1000 + 4 * 3, 1000 + 4 * 13]
     assert all(bool((bits == 0x7FFFFFFF).all()) for _, bits in stored)
     assert bool((unbiased(found)[x == 1] == 1).all())
-
-
-def test_units_lie_where_the_elements_of_their_rows_do(emulated: Callable[[str], Any]) -> None:  # noqa: F811
-    """In the order of registers an element of a block meets the unit of its row, which both names find."""
-    rows = torch.arange(128.0)
-    spread = emulated("backward_rows").in_register_order(rows, 128).reshape(2, 16, 32)
-    for block in range(2):
-        elements = rows[block * 64 : block * 64 + 64, None].expand(64, 64)
-        stored = emulated("dq_tiles").in_register_order(elements).reshape(8, 16, 32)
-        assert torch.equal(stored, spread[block].expand(8, 16, 32))
-
-
-@pytest.mark.parametrize("left", [None, 0, 5, 100, 300])
-@pytest.mark.parametrize("right", [None, 0, 7, 200])
-@pytest.mark.parametrize("block_m", [64, 128])
-def test_biases_are_taken_off_as_often_as_they_were_added(
-    block_m: int,
-    right: int | None,
-    left: int | None,
-    emulated: Callable[[str], Any],  # noqa: F811
-) -> None:
-    """Every block of keys adds to its query tiles, once to each."""
-    config = SimpleNamespace(
-        BLOCK_M=block_m, BLOCK_N=128, HAS_LEFT=left is not None, HAS_RIGHT=right is not None, IS_CAUSAL=right == 0
-    )
-    sizes = SimpleNamespace(window_left=left or 0, window_right=right or 0)
-    edges = [NO_EDGE if edge is None else edge for edge in (left, right)]
-    for seqlen_q, seqlen_k in ((1, 1), (300, 300), (64, 600), (600, 64), (257, 1000), (1000, 129), (128, 0)):
-        tiles = -(-seqlen_q // block_m)
-        added = [0] * tiles
-        for first in range(0, seqlen_k, 128):
-            begin, end = emulated("schedule").query_tiles(first, seqlen_q, seqlen_k, sizes, config)
-            for tile in range(begin, end):
-                added[tile] += 1
-        lengths = torch.tensor(seqlen_q), torch.tensor(seqlen_k)
-        found = [emulated("backward_rows").parts_of(torch.tensor(t), *lengths, *edges, block_m) for t in range(tiles)]
-        assert [int(n) for n in found] == added, (seqlen_q, seqlen_k)

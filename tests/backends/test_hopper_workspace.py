@@ -16,7 +16,6 @@ from tilewise.problem import AttentionProblem
 pytest.importorskip("triton", minversion="3.6")
 offline = pytest.importorskip("tilewise.backends.gpu.offline")
 launch = pytest.importorskip("tilewise.backends.hopper.launch")
-launch_backward = pytest.importorskip("tilewise.backends.hopper.launch_backward")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 
 H200 = device.named("h200")
@@ -48,7 +47,7 @@ def sections_of(plan: Any) -> dict[str, tuple[Any, int]]:
 def test_sections_do_not_overlap(num_sms: int) -> None:
     seen: set[str] = set()
     for problem in problems():
-        plan = launch_backward.backward_plan(problem, replace(H200, num_sms=num_sms))
+        plan = launch.backward_plan(problem, replace(H200, num_sms=num_sms))
         sections = sections_of(plan)
         seen |= set(sections)
         end = 0
@@ -65,8 +64,8 @@ def test_addresses_are_aligned_as_they_say() -> None:
         views = offline.operand_views(problem, packed_queries=True)
         views |= {name: made.view for name, made in launch.result_allocations(problem).items()}
         views["dout"] = views["out"]
-        views |= {name: made.view for name, made in launch_backward.gradient_allocations(problem).items()}
-        for call in launch_backward.backward_calls(launch_backward.backward_plan(problem, H200), views):
+        views |= {name: made.view for name, made in launch.gradient_allocations(problem).items()}
+        for call in launch.backward_calls(launch.backward_plan(problem, H200), views):
             for argument in call.arguments.values():
                 address = argument.address if isinstance(argument, symbols.Tile) else argument
                 if isinstance(address, symbols.Address) and address.aligned:
@@ -76,11 +75,11 @@ def test_addresses_are_aligned_as_they_say() -> None:
 def test_only_rows_whose_units_wait_for_bounds_start_early() -> None:
     """What starts while the kernel before it ends waits for that one itself: of these kernels one does."""
     for problem in problems():
-        plan = launch_backward.backward_plan(problem, H200)
+        plan = launch.backward_plan(problem, H200)
         views = offline.operand_views(problem, packed_queries=True)
         views |= {name: made.view for name, made in launch.result_allocations(problem).items()}
         views["dout"] = views["out"]
-        views |= {name: made.view for name, made in launch_backward.gradient_allocations(problem).items()}
-        for call in launch_backward.backward_calls(plan, views):
+        views |= {name: made.view for name, made in launch.gradient_allocations(problem).items()}
+        for call in launch.backward_calls(plan, views):
             waits = call.arguments.get("bounds_ptr") is not None and "units_ptr" in call.arguments
             assert call.overlaps == waits, (call.kernel, problem)

@@ -35,12 +35,6 @@ def test_a_loop_is_hot_if_it_multiplies() -> None:
     assert counts(STORE, *hot, *looped(".L_x_2", LOAD, "MUFU.EX2 R3, R4"), LOAD) == (3, 0, 0, 3)
 
 
-def test_fp8_products_count() -> None:
-    assert (
-        counts(*looped(".L_x_1", "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR4], RZ", "MUFU.EX2 R3, R4", LOAD))[0] == 1
-    )
-
-
 def test_a_masked_loop_is_an_edge() -> None:
     masked = looped(".L_x_1", *SCORES, *MASK, LOAD)
     whole = looped(".L_x_2", *SCORES, STORE, LOAD)
@@ -50,12 +44,6 @@ def test_a_masked_loop_is_an_edge() -> None:
 def test_the_only_loop_is_hot_even_with_a_mask() -> None:
     """Decoding masks every tile."""
     assert counts(*looped(".L_x_1", *SCORES, *MASK, LOAD)) == (1, 0, 0, 0)
-
-
-def test_products_without_exponentials_are_an_edge() -> None:
-    """The warpgroup that sees nothing of a tile still takes part in dQ."""
-    blind = looped(".L_x_1", SCORES[0], LOAD)
-    assert counts(*blind, *looped(".L_x_2", *SCORES)) == (0, 0, 1, 0)
 
 
 def test_what_a_pass_may_leave_out_is_aside() -> None:
@@ -73,30 +61,3 @@ def test_a_wait_out_of_line_is_aside() -> None:
     hot = looped(".L_x_1", *ready, *SCORES, LOAD)
     waiting = [".L_x_8:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR5], R6", "@!P1 BRA `(.L_x_8)", STORE, "BRA `(.L_x_9)"]
     assert counts(*hot, "EXIT", *waiting) == (1, 1, 0, 0)
-
-
-def test_between_the_passes_of_an_outer_loop_is_outside() -> None:
-    """Query heads of a group around query tiles: spills between the heads are not hot."""
-    inner = looped(".L_x_2", *SCORES, LOAD)
-    assert counts(*looped(".L_x_1", STORE, *inner, STORE)) == (1, 0, 0, 2)
-
-
-def test_roles_are_found_behind_a_table_of_jumps() -> None:
-    """Warps of other roles leave through BRX; nothing comes after it by itself."""
-    table = 'BRX R2 -0x250 (*"BRANCH_TARGETS .L_x_4,.L_x_5"*)'
-    consumer = [".L_x_4:", *looped(".L_x_1", *SCORES, LOAD), "EXIT"]
-    producer = [".L_x_5:", *looped(".L_x_2", "UTMALDG.4D [UR8], [UR6]", STORE)]
-    assert counts(table, *consumer, *producer) == (1, 0, 0, 1)
-
-
-def test_two_ways_back_make_one_loop() -> None:
-    """What only one of them runs through is aside."""
-    lines = [".L_x_1:", *SCORES, LOAD, "@P0 BRA `(.L_x_1)", STORE, "@P1 BRA `(.L_x_1)"]
-    assert counts(*lines) == (1, 1, 0, 0)
-
-
-def test_jumps_that_ask_in_their_operands_may_go_on() -> None:
-    """BRA.DIV asks whether threads agree, BRA P1 has its condition behind it."""
-    lines = ["BRA.DIV ~URZ, `(.L_x_1)", "BRA P1, `(.L_x_1)", "@P0 EXIT", "BRA `(.L_x_1)", "NOP", ".L_x_1:", "EXIT"]
-    following = [block.following for block in machine_code.blocks_of(listing(*lines))]
-    assert following[:6] == [(1, 5), (2, 5), (3,), (5,), (5,), ()]

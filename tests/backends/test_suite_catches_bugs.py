@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewise import tiles
 from tilewise.backends.base import TileShape
+from tilewise.backends.reference import ReferenceBackend
 from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_keep
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.testing import BackendImplementation, Case, Nonconformance, check, installed
+from tilewise.testing import BackendImplementation, Case, Nonconformance, check, check_higher, installed
 from tilewise.testing.generation import single_cases
 from tilewise.testing.special import special_cases
 from tilewise.testing.threads import one_thread
@@ -43,6 +46,10 @@ BUGS = {
     "dsinks_sign": "the gradient of the sink has the wrong sign",
     "dk_of_last_head": "the gradient of a shared K head is that of one query head, not the sum",
     "mask_inverted": "True hides instead of showing",
+    "partial_tile_full": "a tile that is visible in part is computed without its bits",
+    "tiles_of_first_head": "every head has the tile mask of the first",
+    "bits_transposed": "the bits of a tile are read with queries and keys exchanged",
+    "first_tile_skipped": "a row of tiles starts with its second one",
 }
 
 
@@ -76,13 +83,17 @@ class ToyBackend:
 
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
         del device
-        if self.bug == "neighbour_key" and (problem.bias_shape or problem.mask_shape):
+        if self.bug == "neighbour_key" and (problem.bias_shape or problem.mask_shape or problem.tiles_shape):
             return "the extra key has no bias and no mask"
         return "the toy has no pages" if problem.kind == "paged" else None
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         del problem, device
         return TileShape(BLOCK_M, BLOCK_N)
+
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        del problem
+        return "nothing is skipped"
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         out = torch.empty(problem.out_shape, dtype=problem.dtype)
@@ -222,7 +233,25 @@ class ToyBackend:
             visible &= distance >= -left + (self.bug == "window_exclusive")
         if operands.mask is not None:
             visible = visible & (operands.mask[inside] ^ (self.bug == "mask_inverted"))
+        if operands.tiles is not None and operands.tile_bits is not None:
+            visible = (
+                visible
+                & self._tiles(operands.tiles, operands.tile_bits, rows)[:, rows.start : rows.stop, n_start:n_stop]
+            )
         return Tile(s.masked_fill(~visible, -math.inf), slope, self._keep(problem, operands, rows, n_start, n_stop))
+
+    def _tiles(self, kinds: Tensor, bits: Tensor, rows: Rows) -> Tensor:
+        """What the tile mask shows of one sequence."""
+        kinds = kinds[rows.sequence].clone()
+        if self.bug == "partial_tile_full":
+            kinds[kinds >= 0] = tiles.FULL
+        if self.bug == "tiles_of_first_head":
+            kinds = kinds[:1].expand_as(kinds)
+        if self.bug == "bits_transposed":
+            bits = tiles.packed(tiles.unpacked(bits).mT.contiguous())
+        if self.bug == "first_tile_skipped":
+            kinds[:, :, :1] = tiles.EMPTY
+        return tiles.visible(kinds, bits, rows.seqlen_q, rows.seqlen_k)
 
     def _keep(self, problem: AttentionProblem, operands: Operands, rows: Rows, n_start: int, n_stop: int) -> Tensor:
         if problem.dropout == 0.0 or operands.seed is None:
@@ -349,3 +378,75 @@ def test_correct_backend_passes_the_rest(case: Case) -> None:
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_found(bug: str, found: dict[str, Nonconformance]) -> None:
     assert bug in found, BUGS[bug]
+
+
+# Planted in tangents and second derivatives of the reference, and a case that shows each.
+HIGHER_BUGS: dict[str, Case] = {
+    "tangent_of_v_ignored": Case(),
+    "tangent_of_bias_ignored": Case(bias="bhqk"),
+    "tangent_of_sinks_ignored": Case(sinks=True),
+    "lse_tangent_kept": Case(causal=True),
+    "dlse_ignored": Case(),
+    "second_derivative_of_softcap": Case(softcap=1.5),
+    "dropout_forgotten": Case(dropout=0.3),
+    "dsinks_sign": Case(sinks=True),
+}
+
+
+class WrongHigher(ReferenceBackend):
+    """The reference, right unless a bug is planted in its higher derivatives."""
+
+    def __init__(self, bug: str = "") -> None:
+        self.bug = bug
+        self.name = f"higher_{bug or 'correct'}"
+
+    def forward_tangent(
+        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out, lse, dot_out, dot_lse = super().forward_tangent(problem, operands, self._bent(tangents))
+        if self.bug == "lse_tangent_kept":
+            dot_out = dot_out + dot_lse[..., None] * out
+        return out, lse, dot_out, dot_lse
+
+    def backward_twice(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        results: tuple[Tensor, Tensor, Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        if self.bug == "dlse_ignored":
+            dlse = None
+        if self.bug == "dropout_forgotten":
+            problem = dataclasses.replace(problem, dropout=0.0)
+        tangents = self._bent(tangents)
+        found = super().backward_twice(problem, operands, tangents, results, dout, dlse, wanted)
+        if self.bug == "dsinks_sign" and found.dsinks is not None:
+            return found._replace(dsinks=-found.dsinks)
+        if self.bug == "second_derivative_of_softcap":
+            # What is left out of dq: -2 dS raw' slope tanh / c, which a tangent of q alone shows.
+            straight = dataclasses.replace(problem, softcap=None)
+            other = super().backward_twice(straight, operands, tangents, results, dout, dlse, wanted)
+            return found._replace(dq=other.dq)
+        return found
+
+    def _bent(self, tangents: Tangents) -> Tangents:
+        ignored = self.bug.removeprefix("tangent_of_").removesuffix("_ignored")
+        return tangents._replace(**{ignored: None}) if ignored in Tangents._fields else tangents
+
+
+@pytest.mark.parametrize("bug", ["", *HIGHER_BUGS])
+def test_the_suite_finds_bugs_in_higher_derivatives(bug: str) -> None:
+    cases = [HIGHER_BUGS[bug]] if bug else list(HIGHER_BUGS.values())
+    backend = WrongHigher(bug)
+    with installed(backend):
+        implementation = BackendImplementation(backend.name)
+        for case in cases:
+            if not bug:
+                check_higher(case, implementation)
+                continue
+            with pytest.raises(Nonconformance):
+                check_higher(case, implementation)

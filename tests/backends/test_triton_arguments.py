@@ -16,10 +16,9 @@ from tilewise.validation import tensors
 pytest.importorskip("triton", minversion="3.6")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 arguments = pytest.importorskip("tilewise.backends.triton.arguments")
-boxes = pytest.importorskip("tilewise.backends.triton.boxes")
+primitives = pytest.importorskip("tilewise.backends.triton.primitives")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
-offline = pytest.importorskip("tilewise.backends.triton.offline")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 View = pytest.importorskip("tilewise.backends.gpu.launching").View
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
@@ -56,7 +55,7 @@ def test_boxes_of_packed_rows_end_with_a_sequence(strides: tuple[int, int, int])
     """Coordinates of a sequence's rows lead to their addresses, modulo 2^64 as hardware counts, and past its end there
     is nothing.
     """
-    problem, total, apart = problem_with(kind="varlen", num_kv_heads=4), 4000, int(boxes.ROWS_APART)
+    problem, total, apart = problem_with(kind="varlen", num_kv_heads=4), 4000, int(primitives.ROWS_APART)
     rows = key_rows(problem, "k", View(strides, BF16, aligned=True))
     box = arguments.packed_box_of(rows, 4, total, 64, 128)
     assert box is not None
@@ -70,19 +69,6 @@ def test_boxes_of_packed_rows_end_with_a_sequence(strides: tuple[int, int, int])
         assert inside == [True, True, True, row < length, True]
         offset = sum(2 * at * stride for at, stride in zip(place, box.strides, strict=True))
         assert offset % 2**64 == 2 * ((start + row) * strides[0] + head * strides[1])
-
-
-def test_packed_rows_that_boxes_cannot_count() -> None:
-    problem = problem_with(kind="varlen")
-    rows = key_rows(problem, "k", View((512, 128, 1), BF16, aligned=True))
-    assert arguments.packed_box_of(rows, 4, int(boxes.ROWS_APART), 64, 128) is None
-    apart = key_rows(problem, "k", View((512, 128, 1), BF16, aligned=False))
-    assert arguments.packed_box_of(apart, 4, 100, 64, 128) is None
-
-
-def test_strides_past_31_bits_are_64_bit_numbers() -> None:
-    numbers = (5, 2**31, Multiple(2**40, 16), 1.0)
-    assert [compilation.type_name(number) for number in numbers] == ["i32", "i64", "i64", "fp32"]
 
 
 @pytest.mark.parametrize("shape", [(), (5,)])
@@ -101,7 +87,7 @@ def test_explain_names_the_tile_that_runs(dim: int, length: int, batch: int, dev
     problem = problem_with(kind="dense", head_dim=dim, head_dim_v=dim, num_heads=32, num_kv_heads=32, **sizes)
     for flags in ({}, {"causal": True}, {"window_left": 50}, {"softcap": 20.0}):
         asked = replace(problem, **flags)
-        (call,) = offline.calls_of(asked, spec)
+        (call,) = launch.calls_of(asked, spec)
         shape = BACKEND.tile_shape(asked, spec)
         assert (shape.block_m, shape.block_n) == (call.arguments["BLOCK_M"], call.arguments["BLOCK_N"]), flags
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,14 +12,15 @@ from torch import Tensor
 
 import tilewise as tw
 from interpreting import IN_PARTS, interpret
-from tilewise import calls, cascade, dispatch, fp8, validation
+from sampling import sampled
 from tilewise import device as devices
+from tilewise import fp8
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
 from tilewise.validation import problem_of
 
 triton = pytest.importorskip("triton")
-launch_prefix = pytest.importorskip("tilewise.backends.triton.launch_prefix")
+prefix = pytest.importorskip("tilewise.backends.triton.prefix")
 triton_backend = pytest.importorskip("tilewise.backends.triton").BACKEND
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 gpu_offline = pytest.importorskip("tilewise.backends.gpu.offline")
@@ -104,7 +102,7 @@ class Batch:
 
 
 @only_interpreted
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", sampled(CASES, ("pages_of_3", "fp32", "no_own_keys", "e4m3")))
 def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Shared) -> None:
     batch = Batch(case)
     k: Any = batch.k
@@ -129,88 +127,6 @@ def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Sha
     eps = torch.finfo(case.dtype).eps
     torch.testing.assert_close(out.double(), want, atol=4 * eps, rtol=2 * eps)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
-
-
-def followed_hints(splits: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Hints are followed, by so many splits; what is attended without a bound pass is noted in the list."""
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
-    monkeypatch.setattr(dispatch, "SERVING", {"cpu": "triton"})
-    monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
-    # What calls of equal looks were found to be, with another number of splits.
-    for kept in (launch_prefix.prefix_pass, calls._family, calls._slot):
-        kept.cache_clear()
-    attended, directly = list[int](), triton_backend.attend_prefixes
-
-    def noted(_: Any, *arguments: Any) -> None:
-        attended.append(1)
-        directly(*arguments)
-
-    monkeypatch.setattr(type(triton_backend), "attend_prefixes", noted)
-    return attended
-
-
-@only_interpreted
-@pytest.mark.parametrize(
-    ("splits", "stride", "e4m3", "judged", "read"),
-    # With lse and without are two kinds of calls, the latter not the first time. Where contents are not read, as on a
-    # GPU, all kernels are one pass.
-    [
-        pytest.param(1, 1, False, 0, True, marks=pytest.mark.exhaustive),
-        (3, 1, False, 2, False),
-        (3, 1, True, 2, True),
-        pytest.param(3, 2, False, 5, False, marks=pytest.mark.exhaustive),
-    ],
-    ids=["one split", "three", "e4m3", "strided queries"],
-)
-def test_interpreted_calls_are_bound_after_the_first(
-    splits: int, stride: int, e4m3: bool, judged: int, read: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU: the pass is found where keys are split, later calls run what the first one prepared. Queries that
-    must be copied first are judged every time.
-    """
-    if not read:
-        monkeypatch.setattr(validation, "reads_contents", lambda *_: False)
-    attended = followed_hints(splits, monkeypatch)
-    batch = Batch(Shared(groups=((3, 3),), heads=(2, 1)))
-    k: Any = fp8.quantize_pages(batch.k.nan_to_num(0.0)) if e4m3 else batch.k
-    v: Any = fp8.quantize_pages(batch.v.nan_to_num(0.0)) if e4m3 else batch.v
-    operands = batch.prefix()
-    groups = tuple(cascade.Group(count, count, pages * 16) for count, pages in batch.case.groups)
-    own = torch.full((len(batch.q),), batch.case.own, dtype=torch.int32)
-    assert operands.block_table is not None
-    assert operands.seqlens_k is not None
-    assert operands.cu_seqlens_q is not None
-    hint = cascade.SharedPrefix(
-        groups, operands.block_table, operands.seqlens_k, operands.cu_seqlens_q, batch.rows, batch.own_table, own
-    )
-
-    def attend(number: int) -> list[Tensor]:
-        torch.manual_seed(number)
-        q = torch.randn(*batch.q.shape[:2], stride * batch.q.shape[2]).to(BF16)[..., ::stride]
-        given = (q, k, v, batch.table, batch.lengths)
-        # Packed queries of one token have partial results of their own to merge: more than out and lse is made.
-        flags: Any = {"cu_seqlens_q": torch.arange(len(q) + 1, dtype=torch.int32), "max_seqlen_q": 1}
-        flags |= {"shared_prefix": hint, "backend": "triton"}
-        out, lse = tw.attention_paged(*given, return_lse=True, **flags)
-        if number:
-            assert torch.equal(out, tw.attention_paged(*given, **flags))
-        return [q, out, lse]
-
-    first = weakref.ref(attend(0)[0])
-    made = {number: attend(number) for number in range(1, 3)}
-    for q, out, lse in made.values():
-        exact_k, exact_v = (t.dequantize().double() if e4m3 else t.double() for t in (k, v))
-        want, want_lse = tw.attention_paged(
-            q.double(), exact_k, exact_v, batch.table, batch.lengths, return_lse=True, backend="reference"
-        )
-        torch.testing.assert_close(out.double(), want, atol=4 * 2**-7, rtol=2 * 2**-7)
-        torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
-    # Where nothing is split, ordinary kernels attend to the prefixes.
-    assert len(attended) == judged
-    assert all(torch.equal(a, b) for a, b in zip(attend(1), made[1], strict=True))
-    # What is remembered holds no tensor of the call it was made by.
-    gc.collect()
-    assert first() is None
 
 
 def own_and_prefixes(batch: Batch, unread: tuple[str, ...]) -> tuple[Any, list[Any], tuple[Any, Any]]:
@@ -251,15 +167,17 @@ AS_ONE: dict[str, tuple[Shared, int, tuple[str, ...]]] = {
 
 
 @only_interpreted
-@pytest.mark.parametrize(("case", "splits", "unread"), AS_ONE.values(), ids=AS_ONE)
+@pytest.mark.parametrize(
+    ("case", "splits", "unread"), sampled(AS_ONE, ("e4m3, no lse", "many splits", "as many as are joined"))
+)
 def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
     case: Shared, splits: int, unread: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One call of the pass that `bind_after` makes gives what fp64 gives, in memory full of NaN, for other queries in
     other places as well.
     """
-    monkeypatch.setattr(launch_prefix, "num_splits", lambda *_: splits)
-    launch_prefix.prefix_pass.cache_clear()
+    monkeypatch.setattr(prefix, "num_splits", lambda *_: splits)
+    prefix.prefix_pass.cache_clear()
     batch = Batch(case)
     both, given, (exact_k, exact_v) = own_and_prefixes(batch, unread)
     both._allocate = poisoned
@@ -268,7 +186,7 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
     assert both.made == ("out", "lse")[: 2 - len(unread)]
     # Few splits are merged by the program that comes last, many by a kernel for that.
     names = [call.kernel.__name__ for call in both.calls]
-    assert names[-1] == ("prefix_kernel" if splits <= launch_prefix.JOINED_SPLITS else "merge_prefix_kernel")
+    assert names[-1] == ("prefix_kernel" if splits <= prefix.JOINED_SPLITS else "merge_prefix_kernel")
     flags: dict[str, Any] = {"softcap": case.softcap, "return_lse": True, "backend": "reference"}
     for number in range(2):
         given[0] = q = torch.randn(batch.q.shape, generator=torch.Generator().manual_seed(number)).to(case.dtype)
@@ -281,7 +199,7 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
             torch.testing.assert_close(made[1].double(), want_lse, atol=1e-4, rtol=1e-5)
         # Whoever came last has left none for the next call on this stream.
         assert not counters.any()
-    launch_prefix.prefix_pass.cache_clear()
+    prefix.prefix_pass.cache_clear()
 
 
 @pytest.mark.slow
@@ -293,11 +211,17 @@ def test_prefixes_are_attended_in_the_interpreter(part: str) -> None:
 
 @pytest.mark.slow
 @only_compiled
-@pytest.mark.parametrize("device", ["h200", "a100"])
 @pytest.mark.parametrize(
-    ("dim", "page_size", "e4m3"), [(64, 16, False), (128, 64, False), (128, 64, True), (256, 64, False)]
+    ("device", "dim", "page_size", "e4m3", "joined"),
+    [
+        ("h200", 128, 64, False, True),
+        ("h200", 128, 64, True, False),
+        ("a100", 64, 16, False, True),
+        pytest.param("h200", 256, 64, False, False, marks=pytest.mark.exhaustive),
+        pytest.param("a100", 256, 64, False, False, marks=pytest.mark.exhaustive),
+        pytest.param("a100", 128, 64, True, True, marks=pytest.mark.exhaustive),
+    ],
 )
-@pytest.mark.parametrize("joined", [False, True])
 def test_kernels_fit_the_device(device: str, dim: int, page_size: int, e4m3: bool, joined: bool) -> None:
     problem = AttentionProblem(
         kind="paged", dtype=BF16, batch=2, seqlen_q=64, seqlen_k=4096, total_q=80, total_k=8192, num_heads=32,
@@ -307,7 +231,7 @@ def test_kernels_fit_the_device(device: str, dim: int, page_size: int, e4m3: boo
     for name, shape, dtype in (("out", (80, 32, dim), BF16), ("lse", (32, 80), FP32), ("rows", (80,), torch.int64)):
         views[name] = launching.Allocation.contiguous(shape, dtype).view
     spec = devices.named(device)
-    calls = launch_prefix.prefix_calls(problem, 80, spec, views, joined=joined)
+    calls = prefix.prefix_calls(problem, 80, spec, views, joined=joined)
     for call in calls:
         compiled = compilation.compile_call(call, spec, -1)
         assert compiled.metadata.shared <= spec.smem_bytes
@@ -315,37 +239,3 @@ def test_kernels_fit_the_device(device: str, dim: int, page_size: int, e4m3: boo
     # Whole tiles of a page come by TMA where there is any.
     assert (attended["k_desc"] is not None) == (device == "h200" and page_size == 64 and not e4m3)
     assert calls[0].grid[0] == attended["num_blocks"] * attended["num_splits"] * 8 * 2
-
-
-@only_compiled
-def test_keys_are_split_until_the_device_is_full() -> None:
-    spec = devices.named("h200")
-    problem = AttentionProblem(
-        kind="paged", dtype=BF16, batch=1, seqlen_q=64, seqlen_k=4096, total_q=64, total_k=8192, num_heads=32,
-        num_kv_heads=8, head_dim=128, head_dim_v=128, scale=0.1, page_size=64,
-    )  # fmt: skip
-
-    def splits(rows: int, **changes: Any) -> int:
-        return int(launch_prefix.num_splits(dataclasses.replace(problem, seqlen_q=rows, **changes), rows, spec))
-
-    assert splits(64) > 1
-    assert splits(4096) == 1
-    assert splits(1, seqlen_k=64) == 1
-    assert splits(0) >= 1
-    assert splits(1) <= launch_prefix.MAX_SPLITS
-    found = [splits(rows) for rows in (1, 16, 64, 128, 512)]
-    assert found == sorted(found, reverse=True)
-
-
-@only_compiled
-def test_splits_are_joined_where_the_device_waits_for_the_host() -> None:
-    """Not for long prefixes, nor beside many keys of their own."""
-    prefixes = AttentionProblem(
-        kind="paged", dtype=BF16, batch=1, seqlen_q=64, seqlen_k=2048, total_q=64, total_k=8192, num_heads=32,
-        num_kv_heads=8, head_dim=128, head_dim_v=128, scale=0.1, page_size=64,
-    )  # fmt: skip
-    own = dataclasses.replace(prefixes, batch=64, seqlen_q=1, seqlen_k=128)
-    assert launch_prefix.is_quick(own, prefixes)
-    assert not launch_prefix.is_quick(own, dataclasses.replace(prefixes, seqlen_k=4096))
-    assert not launch_prefix.is_quick(dataclasses.replace(own, seqlen_k=256), prefixes)
-    assert launch_prefix.is_quick(dataclasses.replace(own, seqlen_k=256, fp8=("k", "v")), prefixes)

@@ -33,11 +33,9 @@ CACHES = {
     "gpu.compilation": ("_compiled",),
     "gpu.launching": ("_order",),
     "triton.launch": ("_kept_forward", "_kept_backward"),
-    "triton.launch_prefix": ("prefix_pass",),
+    "triton.prefix": ("prefix_pass",),
     "gpu.counters": ("counters_of",),
-    "hopper.launch": ("forward_pass",),
-    "hopper.launch_backward": ("backward_pass",),
-    "hopper.launch_decode": ("decode_pass",),
+    "hopper.launch": ("forward_pass", "backward_pass", "decode_pass"),
 }
 # Kernels of a call: forward, backward (statistics, dK and dV, dQ) and decoding, whose parts Triton merges in a second.
 KERNELS = {"forward": (1, 1), "backward": (3, 3), "decode": (2, 1)}
@@ -174,22 +172,6 @@ def test_prefixes_are_attended_where_the_tensors_are(gpu: Any, gpus: FakeGpus) -
         assert gpus.driver.launched_on() == [(index, gpus.streams[index])] * (3 if gpu is HOPPER else 4)
         assert gpus.driver.device() == current
         assert {tensor.get_device() for tensor in made} == {index}
-
-
-def test_a_graph_has_the_kernel_that_merges(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the last programs of a quick call merge: that takes the host a launch less, but the device longer."""
-    prefix = importlib.import_module("tilewise.backends.triton.launch_prefix")
-    monkeypatch.setattr(prefix, "num_splits", lambda *_: prefix.JOINED_SPLITS)
-    for quick in (True, False):
-        monkeypatch.setattr(prefix, "is_quick", lambda *_, found=quick: found)
-        prefix.prefix_pass.cache_clear()
-        both, tensors = shared_prefix_at(HOPPER, prefix_memory(16), 0)
-        for capturing in (False, True, False):
-            monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda found=capturing: found)
-            gpus.driver.expect()
-            present(both(tensors))
-            assert gpus.driver.seen().launches == (2 if quick and not capturing else 3)
-    prefix.prefix_pass.cache_clear()
 
 
 @BACKENDS

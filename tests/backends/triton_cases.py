@@ -64,6 +64,9 @@ CASES: dict[str, Case] = {
     "decode e4m3 64": Case({**E4M3, **ONE_TOKEN}, H200, (64, 128)),
     "e4m3": Case({**E4M3, **CAUSAL}, H200, WIDTHS, (128,)),
     "mask and slopes": Case({**GRADIENTS, "mask_shape": (1, 1, 300, 300), "has_alibi": True}, H200, (64, 128)),
+    "tile mask": Case({**GRADIENTS, **CAUSAL, "tiles_shape": (1, 4, 3, 3)}, H200, WIDTHS, (64, 128)),
+    "tile mask and bias": Case({**RICH, "tiles_shape": (1, 1, 3, 3)}, H200, (64, 128), (128,)),
+    "tile mask, pages": Case({**PAGES, **CAUSAL, **GRADIENTS, "tiles_shape": (1, 1, 3, 3)}, H200, (64, 128)),
     "pages": Case({**PAGES, **CAUSAL, **GRADIENTS}, H200, (64, 128), (128,)),
     "fp32 rich": Case({"dtype": torch.float32, **RICH}, H200),
 }
@@ -88,10 +91,10 @@ def problem_of(name: str, head_dim: int) -> AttentionProblem:
 
 def calls_of(device: str, name: str, head_dim: int) -> list[KernelCall]:
     """The kernels of a case; without gradients where a device has no room for them."""
-    from tilewise.backends.triton import offline
+    from tilewise.backends.triton import launch
 
     problem, spec = problem_of(name, head_dim), devices.named(device)
     if BACKEND.supports(problem, spec) is not None:
         problem = replace(problem, needs_grad=False)
     assert BACKEND.supports(problem, spec) is None
-    return offline.calls_of(problem, spec)
+    return launch.calls_of(problem, spec)

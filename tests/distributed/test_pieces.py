@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from tilewise import dispatch, validation
-from tilewise.device import DEVICES
-from tilewise.distributed import blocks
 from tilewise.distributed.heads import assign
 from tilewise.distributed.pieces import Layout, Piece, pairs_of, pieces, ring_steps
 from tilewise.distributed.sharding import Chunk, shard_of
-from tilewise.operands import Flags, Operands
 
 
 def global_index(shard: tuple[Chunk, ...], row: int) -> int:
@@ -96,16 +89,6 @@ def test_pieces_cover_every_pair_once(layout: Layout) -> None:
         assert found == want
 
 
-def test_gathered_keys_are_one_chunk() -> None:
-    for layout in layouts():
-        pairs = sum(
-            pairs_of(piece)
-            for rank in range(layout.world)
-            for piece in pieces(layout, layout.q_shard(rank), (Chunk(0, layout.seqlen_k, 0),))
-        )
-        assert pairs == len(expected(layout))
-
-
 def work(layout: Layout) -> list[int]:
     """Pairs per rank."""
     return [
@@ -147,15 +130,6 @@ def test_a_window_shortens_the_ring() -> None:
     assert steps("contiguous", 1023) == tuple(range(8))
 
 
-def test_backends_say_whether_they_count_from_within() -> None:
-    q = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="meta")
-    seed = torch.zeros(5, dtype=torch.int64, device="meta")
-    problem = validation.describe("dense", Operands(q, q, q, seed=seed), Flags(dropout=0.5))
-    assert problem.dropout_origin
-    assert dispatch.load("triton").supports(problem, DEVICES["h200"]) is None
-    assert "dropout" in (dispatch.load("hopper").supports(problem, DEVICES["h200"]) or "")
-
-
 def test_padding_only_shards_are_empty() -> None:
     assert shard_of(3, 4, 4, 5, "contiguous") == ()
     assert [len(shard_of(rank, 4, 8, 5, "zigzag")) for rank in range(4)] == [1, 1, 0, 0]
@@ -171,20 +145,3 @@ def test_heads_are_assigned_once_with_their_keys(world: int, heads: int, kv_head
         per_kv = a.num_heads // len(a.kv_heads)
         served = [kv for kv in a.kv_heads for _ in range(per_kv)]
         assert served == [head * kv_heads // heads for head in range(a.first, a.last)]
-
-
-def test_numbers_on_a_gpu_are_kept_by_the_stream_that_copied_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of a graph by nobody: they are there only once it is replayed."""
-    current = SimpleNamespace(cuda_stream=1, capturing=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current.capturing)
-    monkeypatch.setattr(blocks, "_new_index_tensor", lambda *_: object())
-    blocks._kept_index_tensor.cache_clear()
-    made = functools.partial(blocks._index_tensor, (0, 7), torch.int32, torch.device("cuda", 0))
-    first = made()
-    assert made() is first
-    current.cuda_stream = 2
-    assert made() is not first
-    current.capturing = True
-    assert made() is not made()
-    blocks._kept_index_tensor.cache_clear()

@@ -1,14 +1,12 @@
-"""Context parallelism on 1 to 4 gloo ranks: one torchrun per number of ranks runs all checks of worker.py."""
+"""Context parallelism on 1 to 4 gloo ranks, DTensors on 2: one torchrun for each runs all checks of a worker."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,24 +23,9 @@ def torchrun(script: str, world: int, *arguments: str) -> subprocess.CompletedPr
     }
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(HERE / script)]
     return subprocess.run(
-        [sys.executable, *command, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env=environment,
+        [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=TIMEOUT, env=environment,
         check=False,
-    )
-
-
-@functools.cache
-def outcomes(world: int) -> dict[str, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        done = torchrun("worker.py", world, str(report))
-        if not report.exists():
-            raise AssertionError(f"{world} ranks wrote no report\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
-        found: dict[str, str] = json.loads(report.read_text())
-        return found
+    )  # fmt: skip
 
 
 def ranks(world: int) -> pytest.MarkDecorator:
@@ -52,16 +35,20 @@ def ranks(world: int) -> pytest.MarkDecorator:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("world", "least"),
+    ("script", "world", "least"),
     [
-        pytest.param(1, 20, marks=ranks(1)),
-        pytest.param(2, 65, marks=ranks(2)),
-        pytest.param(3, 45, marks=ranks(3)),
-        pytest.param(4, 22, marks=ranks(4)),
+        pytest.param("worker.py", 1, 20, marks=ranks(1)),
+        pytest.param("worker.py", 2, 48, marks=ranks(2)),
+        pytest.param("worker.py", 3, 30, marks=ranks(3)),
+        pytest.param("worker.py", 4, 22, marks=ranks(4)),
+        pytest.param("dtensor_worker.py", 2, 12, marks=ranks(2)),
     ],
 )
-def test_every_check_holds(world: int, least: int) -> None:
-    found = outcomes(world)
+def test_every_check_holds(script: str, world: int, least: int, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = torchrun(script, world, str(report))
+    assert report.exists(), f"{world} ranks wrote no report\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    found: dict[str, str] = json.loads(report.read_text())
     failed = {name: outcome for name, outcome in found.items() if outcome != "ok"}
     assert not failed, "\n\n".join(f"{name}: {outcome}" for name, outcome in failed.items())
     assert len(found) >= least

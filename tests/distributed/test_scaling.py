@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from tilewise import InvalidProblem
 from tilewise.cli import build_app
-from tilewise.distributed.forecast import forecast
 from tilewise.distributed.scaling import (
     LINKS,
     METHODS,
@@ -20,11 +19,10 @@ from tilewise.distributed.scaling import (
     Scenario,
     best_method,
     compare,
+    forecast,
     link_between,
-    memory_bytes,
     predict,
 )
-from tilewise.masks import Band
 
 H200 = Rates.of_device("h200")
 MILLION = Scenario(world=64, seqlen=1 << 20, causal=True)
@@ -40,11 +38,6 @@ def test_a_million_tokens_over_64_gpus_is_above_nine_tenths_of_ideal() -> None:
         assert predicted.forward.hidden > 10 * predicted.forward.exposed
 
 
-def test_flops_are_those_of_the_visible_pairs() -> None:
-    scenario = Scenario(world=4, seqlen=100, causal=True, window=(9, None), num_heads=3, head_dim=8, head_dim_v=16)
-    assert scenario.flops(1) == 2 * Band(100, 100, 9, 0).count_pairs() * 3 * 24
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("backward", [False, True])
 def test_time_is_never_below_ideal_and_falls_with_the_link(method: str, backward: bool) -> None:
@@ -57,32 +50,6 @@ def test_time_is_never_below_ideal_and_falls_with_the_link(method: str, backward
         times.append(one.seconds)
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.02 * times[-1]
-
-
-def test_one_rank_sends_nothing() -> None:
-    for method in METHODS:
-        alone = predict(dataclasses.replace(MILLION, world=1), H200, LINKS["ethernet-25g"], method)
-        assert alone.forward.exposed <= LINKS["ethernet-25g"].latency
-        assert alone.forward.hidden == 0.0
-
-
-def test_contiguous_causal_shards_take_almost_twice_as_long() -> None:
-    zigzag, contiguous = (
-        predict(dataclasses.replace(MILLION, sharding=sharding), H200, LINKS["nvlink4"]).forward.seconds
-        for sharding in ("zigzag", "contiguous")
-    )
-    assert 1.8 < contiguous / zigzag < 2.0
-
-
-def test_a_window_needs_few_steps() -> None:
-    assert dataclasses.replace(MILLION, window=(1024, None)).ring_steps() == 3
-    assert dataclasses.replace(MILLION, window=(1024, None), sharding="contiguous").ring_steps() == 2
-    assert MILLION.ring_steps() == 64
-
-
-def test_memory_of_the_ring_is_divided_by_the_ranks() -> None:
-    sizes = [memory_bytes(dataclasses.replace(MILLION, world=world), "ring") for world in (2, 4, 8, 1024)]
-    assert sizes[0] == 2 * sizes[1] == 4 * sizes[2] == 512 * sizes[3]
 
 
 def test_auto_takes_what_the_model_finds_fastest() -> None:
@@ -127,12 +94,6 @@ def test_the_command_prints_the_forecast() -> None:
     assert plain["predictions"][0]["forward"]["exposed"] > 0
     own = forecast(MILLION, link="ethernet-25g", dtype=torch.bfloat16).to_dict()
     assert plain == json.loads(json.dumps(own))
-
-
-@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("8k", 8192), ("1M", 1 << 20)])
-def test_lengths_have_units(text: str, tokens: int) -> None:
-    shown = CliRunner().invoke(build_app(), ["explain", "--context-parallel", "2", "--seqlen", text])
-    assert f"{tokens} tokens" in shown.output
 
 
 def test_a_length_that_is_none_is_named() -> None:

@@ -53,14 +53,14 @@ def checks() -> Iterator[tuple[str, Callable[[], None]]]:
     """Every check by its name, the same in the same order on every rank."""
     world = dist.get_world_size()
     cases = [case for case in single_cases() if not (case.bias or case.mask or case.kind == "paged")]
-    # Two and three ranks share the cases, one and four see a few.
-    share = {1: slice(5, None, 12), 2: slice(0, None, 2), 3: slice(1, None, 2), 4: slice(3, None, 12)}[world]
+    # Two ranks and three share most of the cases, one and four see a few.
+    share = {1: slice(5, None, 12), 2: slice(0, None, 3), 3: slice(1, None, 3), 4: slice(2, None, 12)}[world]
     for index, case in enumerate(cases[share]):
         yield from conformance(f"single {case.label}", case, METHODS[index % len(METHODS)])
     for index, (label, base, changes) in enumerate(SPECIAL):
         case = Case(**{**base.__dict__, **changes})
-        # Every way of every special case on two ranks or three, one of them on one and on four.
-        apart = 2 if world in (2, 3) else len(METHODS)
+        # Four of six ways of every special case on two ranks or three, one of them on one and on four.
+        apart = 3 if world in (2, 3) else len(METHODS)
         for method in METHODS[(index + world) % apart :: apart]:
             yield from conformance(f"special {label}", case, method)
     yield from behaviour.checks(world)

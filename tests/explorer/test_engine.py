@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pipeline_model import Pipeline, busy_share, timeline
 from playwright.sync_api import Page
 
 from tilewise.explorer.presets import PRESETS
@@ -19,7 +20,6 @@ from tilewise.simulator import Workload, count, schedule, simulate
 from tilewise.simulator.events import Algorithm
 from tilewise.simulator.online import online_softmax
 from tilewise.simulator.paging import ContiguousPool, PagePool
-from tilewise.simulator.pipeline import Pipeline, busy_share, timeline
 
 # One browser for all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from playwright.sync_api import Page, expect
 
 from tilewise.explorer import chapter_names, exported_page
-from tilewise.simulator import Workload, counts_after_each, schedule, simulate
+from tilewise.simulator import Workload, counts_after_each, schedule
 from tilewise.simulator.events import Algorithm, Trace
-from tilewise.simulator.online import online_softmax
-from tilewise.simulator.pipeline import Pipeline, busy_share, timeline
 
 # One browser for all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
@@ -69,16 +65,6 @@ def walk(page: Page, expression: str) -> list[Any]:
     return found
 
 
-def rows_of(panel: str) -> str:
-    """The caption and the state of the rows of a panel of Tiles."""
-    return f"""(() => {{
-      const panel = document.querySelector('section[aria-label="{panel}"]');
-      const rows = Array.from(panel.querySelectorAll(".rows-table tbody tr"), (row) =>
-        Array.from(row.children, (cell) => cell.textContent));
-      return {{text: panel.querySelector(".caption").textContent, rows}};
-    }})()"""
-
-
 def caption(page: Page) -> str:
     return page.locator(".chapter .caption").inner_text()
 
@@ -88,15 +74,15 @@ def caption(page: Page) -> str:
 
 MODES: dict[str, dict[str, Any]] = {
     "light": {"color_scheme": "light"},
-    "dark": {"color_scheme": "dark"},
-    "forced": {"forced_colors": "active"},
-    "phone": {"width": 375},
     "small": {"width": 320, "reduced_motion": "reduce"},
-    "print": {"width": 794},
+    "print": {"width": 794, "color_scheme": "dark"},
+    "forced": {"forced_colors": "active"},
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=pytest.mark.exhaustive if m == "forced" else ()) for m in MODES]
+)
 def test_the_whole_tour_by_keyboard(open_page: Any, exported: Path, mode: str) -> None:
     page: Page = open_page("", base=exported.as_uri(), **MODES[mode])
     for place, name in enumerate(TOUR):
@@ -152,28 +138,6 @@ def test_back_stays_in_the_page_and_keeps_the_step(open_page: Any) -> None:
     expect(page.locator(".step-counter")).to_have_text("step 5 of 27")
 
 
-def test_an_unknown_address_opens_the_first_chapter(open_page: Any) -> None:
-    page: Page = open_page("chapter-99?step=3")
-    expect(page.locator("article")).to_have_attribute("data-chapter", "memory")
-    expect(page.locator(".step-counter")).to_have_text("step 0 of 4")
-
-
-def test_the_theme_is_remembered(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("", base=exported.as_uri(), color_scheme="light")
-    page.locator("#theme-button").click()
-    page.reload()
-    page.wait_for_selector("html[data-ready]")
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-
-
-def test_there_is_a_main_landmark_and_no_letter_is_a_command(open_page: Any) -> None:
-    page: Page = open_page("tiles")
-    expect(page.get_by_role("main")).to_be_visible()
-    for key in "123456789abz":
-        page.keyboard.press(key)
-    expect(page.locator("#places [aria-current=page]")).to_have_text("Tiles")
-
-
 # --- what captions say
 
 
@@ -225,190 +189,11 @@ def test_pictures_count_what_the_simulator_counts(open_page: Any, exported: Path
             assert spoken[-2:] == shown, (place, at)
 
 
-def test_naive_ends_with_the_simulators_traffic(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("naive", base=exported.as_uri())
-    page.keyboard.press("End")
-    traffic = list(counts_after_each(schedule("naive", FULL)))[-1].traffic
-    assert numbers(svg_text(page, ".traffic")[0]) == [traffic.reads, traffic.writes]
-    # S and P are 2 x 36 of the numbers written.
-    assert f"Of {traffic.writes} numbers written so far, 72 belong to S and P." in caption(page)
-
-
-def test_the_bars_of_a_race_end_at_the_totals(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("fa2", base=exported.as_uri())
-    page.keyboard.press("End")
-    for algorithm in ("naive", "fa1", "fa2"):
-        elements = list(counts_after_each(schedule(algorithm, FULL)))[-1].traffic.elements
-        expect(page.locator(f'[data-race="{algorithm}"]')).to_have_text(f"{elements} of {elements}")
-
-
-def test_fa1_says_by_what_l_and_o_are_multiplied(open_page: Any) -> None:
-    page: Page = open_page("tiles")
-    seen = 0
-    for found in walk(page, rows_of("FA-1 order")):
-        text, rows = found["text"], found["rows"]
-        if "first keys these rows see" in text:
-            # Nothing to correct, and no factor beside it.
-            assert [(row[2], row[4]) for row in rows] == [("–", "–")] * 2
-        if "rises from" not in text:
-            continue
-        seen += 1
-        row, old, new, *_, alpha, old_sum, together = numbers(text.replace("e^", ""))
-        assert alpha == pytest.approx(math.exp(old - new), abs=2e-3)
-        assert together == pytest.approx(old_sum * alpha, abs=2e-3)
-        shown = next(cells for cells in rows if int(cells[0]) == row)
-        assert (shown[2], shown[4]) == (f"×{alpha:.3f}", f"×{together:.3f}")
-    assert seen > 0
-
-
-def test_o_changes_by_the_factor_that_is_shown(open_page: Any) -> None:
-    page: Page = open_page("tiles?step=1")
-    for panel in ("FA-1 order", "FA-2 order"):
-        checked = 0
-        states = [found["rows"] for found in walk(page, rows_of(panel))]
-        for before, after in itertools.pairwise(states):
-            for old, cells in zip(before, after, strict=True):
-                if not cells[4].startswith("×"):
-                    continue
-                factor = numbers(cells[4])[0]
-                for one, other in zip(numbers(old[5]), numbers(cells[5]), strict=True):
-                    assert other == pytest.approx(one * factor, abs=0.02 * max(1, factor))
-                checked += 1
-        assert checked > 3
-
-
-def test_online_softmax_shows_only_states_that_exist(open_page: Any) -> None:
-    page: Page = open_page("softmax")
-    row, block = [2.0, 8, 1, 9, 3, 7], 3
-    states = online_softmax(row, block).states
-    pairs = {(-math.inf, 0.0)}
-    for state, before in zip(states, (None, *states), strict=False):
-        pairs.add((state.row_max, round(state.row_sum, 4)))
-        if before is not None:
-            pairs.add((state.row_max, round(before.row_sum * state.correction, 4)))
-    bars = "all => all.map((one) => parseFloat(one.style.height))"
-    heights = None
-    for at in range(steps(page) + 1):
-        seek(page, at)
-        largest, total = (page.locator(f'[data-counter="softmax-{one}"]').inner_text() for one in "ml")
-        assert (-math.inf if largest == "−∞" else float(largest), float(total)) in pairs, at
-        now = page.locator(".bar.now").evaluate_all(bars)
-        if page.locator('[data-counter="softmax-correction"]').inner_text() != "–":
-            # The correction changes m and l together, so no weight moves.
-            assert now == pytest.approx(heights)
-        heights = now
-    # Two steps for the first block, three for the one that brings a larger score.
-    assert steps(page) == 5
-
-
-def test_online_softmax_with_values_is_attention(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("online-softmax", base=exported.as_uri())
-    values = np.array([[1, 0], [0, 2], [1, 1], [2, 0], [0, 1], [1, 2]], dtype=float)
-    row = np.array([2.0, 8, 1, 9, 3, 7])
-    page.keyboard.press("End")
-    weights = np.exp(row - row.max())
-    expected = weights @ values / weights.sum()
-    assert numbers(caption(page))[-2:] == pytest.approx(list(expected), abs=1e-4)
-    for at in range(steps(page) + 1):
-        seek(page, at)
-        spoken = page.locator(".scene svg").get_attribute("aria-label") or ""
-        panel = svg_text(page, ".value.large.end")
-        assert f"m = {panel[0]}, l = {panel[1]}" in spoken
-        if at > 0 and "is read" not in caption(page):
-            assert panel[1] in caption(page) or panel[0] in caption(page), at
-
-
-def test_why_softmax_resists_in_numbers(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("softmax-resists?step=5", base=exported.as_uri())
-    row = np.array([2.0, 8, 1, 9, 3, 7])
-    true = np.exp(row - 9) / np.exp(row - 9).sum()
-    first = np.exp(row[:3] - 8) / np.exp(row[:3] - 8).sum()
-    assert f"{true[1]:.4f}" in caption(page)
-    assert f"factor of {first[1] / true[1]:.2f}" in caption(page)
-    shown = svg_text(page, ".note.mid")
-    assert shown[:3] == [f"{p:.4f}" for p in first]
-
-
-def test_the_pipeline_says_what_the_simulator_says(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("fa3", base=exported.as_uri())
-    for ping_pong in (True, False):
-        for dtype, cycles in (("fp16", 512), ("fp8", 256)):
-            go(page, f"fa3?pingpong={int(ping_pong)}&dtype={dtype}")
-            page.keyboard.press("End")
-            spans = timeline(Pipeline(ping_pong=ping_pong, load=cycles, product=cycles))
-            end = max(span.stop for span in spans)
-            share = f"{busy_share(spans):.0%}".replace("%", " %")
-            assert f"takes {end:,} cycles" in caption(page)
-            assert f"busy {share} of the time" in caption(page)
-            assert page.locator(".scene .span").count() == len(spans) + 4 * 2 * 2
-
-
-def test_a_split_is_weighed_as_the_text_says(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("split-decoding", base=exported.as_uri())
-    seek(page, 4)
-    weights = numbers(caption(page).split("=")[1])
-    lses = [numbers(text)[-1] for text in svg_text(page, ".note.mid") if text.startswith("lse")]
-    assert weights == pytest.approx([math.exp(lse - max(lses)) for lse in lses], abs=0.01)
-    page.keyboard.press("End")
-    shares = numbers(caption(page).split(":")[0])
-    assert sum(shares) == pytest.approx(1, abs=2e-3)
-    assert shares == pytest.approx([one / sum(weights) for one in weights], abs=2e-3)
-    # The bench shows both, the weight and the share.
-    go(page, "paging")
-    rows = page.get_by_role("region", name="Parts and their merge").locator("tbody tr").all()
-    found = [numbers(" ".join(row.locator("td").all_inner_texts()[2:4])) for row in rows[:-1]]
-    assert max(weight for weight, _ in found) == 1
-    assert sum(share for _, share in found) == pytest.approx(1, abs=2e-3)
-
-
-def test_pages_tell_the_articles_story(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("pages?step=4", base=exported.as_uri())
-    expect(page.locator(".scene")).to_contain_text("reserved: 16 of 16 pages, 7 of them empty")
-    page.keyboard.press("ArrowRight")
-    assert "Contiguous: refused" in caption(page)
-    go(page, "pages?story=shared&step=4")
-    assert "page 2 is copied to 3 before it writes" in caption(page)
-    assert "Sharing saves 5 of 10 pages, 50 %" in caption(page)
-
-
-def test_recomputed_gradients_are_the_simulators(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("recompute", base=exported.as_uri())
-    given = page.evaluate(
-        """async () => {
-          const {headInputs} = await import("tilewise/engine/check.js");
-          const {someNumbers} = await import("tilewise/engine/numbers.js");
-          const {attention} = await import("tilewise/lesson/common.js");
-          const inputs = {...headInputs(attention(6, 2, 2)), dout: someNumbers(6, 2, 4)};
-          return Object.fromEntries(Object.entries(inputs).map(([name, one]) => [name, Array.from(one.data)]));
-        }"""
-    )
-    arrays = {name: np.array(data, dtype=float).reshape(6, 2) for name, data in given.items()}
-    work = Workload(6, 6, 2, 2, block_m=2, block_n=2, scale=2**-0.5)
-    forward = simulate("fa2", work, {name: arrays[name] for name in "qkv"}).results
-    results = simulate("backward", work, {**arrays, "out": forward["out"], "lse": forward["lse"]}).results
-    seek(page, steps(page) - 3)
-    # The last tile of keys is in SRAM with its gradient, as numbers.
-    shown = [numbers(text)[0] for text in svg_text(page, ".value") if numbers(text)]
-    for expected in results["dk"][4:].flatten():
-        assert min(abs(one - expected) for one in shown) < 0.051
-
-
 # --- the picture moves, and fits
 
 
-def test_blocks_travel_unless_motion_is_unwanted(open_page: Any, exported: Path) -> None:
-    for motion, travels in (("no-preference", True), ("reduce", False)):
-        page: Page = open_page("fa2", base=exported.as_uri(), reduced_motion=motion)
-        page.wait_for_timeout(300)
-        page.keyboard.press("ArrowRight")
-        assert (page.locator(".packet").count() > 0) == travels
-        # Q, K and V were loaded: an arrow for each stays in the picture.
-        assert page.locator(".wire.loaded").count() == 3
-        expect(page.locator(".packet")).to_have_count(0)
-
-
-@pytest.mark.parametrize(("width", "height"), [(1024, 768), (1920, 1080)])
-def test_figure_memory_and_steps_are_on_one_screen(open_page: Any, exported: Path, width: int, height: int) -> None:
+def test_figure_memory_and_steps_are_on_one_screen(open_page: Any, exported: Path) -> None:
+    width, height = 1024, 768
     page: Page = open_page("", base=exported.as_uri(), width=width)
     page.set_viewport_size({"width": width, "height": height})
     bottom = "one => one.getBoundingClientRect().bottom"
@@ -549,20 +334,6 @@ def test_one_chapter_in_a_file_of_its_own(open_page: Any, tmp_path: Path) -> Non
 # --- paint, contrast, imposed colours
 
 
-def test_first_paint_of_the_exported_file(open_page: Any, exported: Path) -> None:
-    assert exported.stat().st_size < 600 * 1024
-    page: Page = open_page("", base=exported.as_uri())
-    painted = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
-    times = [page.evaluate(painted)]
-    for _ in range(2):
-        page.reload()
-        page.wait_for_selector("html[data-ready]")
-        page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length > 0")
-        times.append(page.evaluate(painted))
-    # The best of three: other tests run on the same cores.
-    assert min(times) < 1000, times
-
-
 COLOURS = """(canvas) => {
   const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
   const counts = {};
@@ -575,39 +346,30 @@ COLOURS = """(canvas) => {
 }"""
 
 
-@pytest.mark.parametrize("place", ["tiles?step=4", "backward?step=9", "matmul?step=4"])
-def test_canvases_keep_their_lines_in_imposed_colours(open_page: Any, exported: Path, place: str) -> None:
-    page: Page = open_page(place, base=exported.as_uri(), forced_colors="active")
-    page.wait_for_timeout(100)
-    before = page.locator("canvas").last.get_attribute("aria-label")
-    found = page.locator("canvas").last.evaluate(COLOURS)
-    assert found["distinct"] > 5
-    # Mostly background, not a solid figure.
-    assert 0.5 < found["largest"] < 0.99
-    page.keyboard.press("ArrowRight")
-    assert page.locator("canvas").last.get_attribute("aria-label") != before
+# A chapter, a bench, a form and the notes; every place takes a minute.
+AXE = [
+    pytest.param("light", ("fa2", "tiles", "problem", "teacher"), id="light"),
+    pytest.param("dark", ("online-softmax", "traffic"), id="dark"),
+    pytest.param("light", (*TOUR, *BENCHES), id="everything", marks=pytest.mark.exhaustive),
+    pytest.param("dark", (*TOUR, *BENCHES), id="everything, dark", marks=pytest.mark.exhaustive),
+]
 
 
-def test_axe_finds_nothing_serious(open_page: Any, exported: Path) -> None:
+@pytest.mark.parametrize(("scheme", "places"), AXE)
+def test_axe_finds_nothing_serious(open_page: Any, exported: Path, scheme: str, places: tuple[str, ...]) -> None:
     reason = "axe-playwright-python is not installed: pip install tilewise[dev]"
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
-    for scheme in ("light", "dark"):
-        page: Page = open_page("", base=exported.as_uri(), color_scheme=scheme)
+    page: Page = open_page("", base=exported.as_uri(), color_scheme=scheme)
+    for place in places:
+        go(page, place)
+        if page.locator(".player-scrub input").count():
+            seek(page, 2)
         rules = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
-        if scheme == "dark":
-            rules = {"runOnly": {"type": "rule", "values": ["color-contrast"]}}  # type: ignore[dict-item]
-        places = (
-            (*TOUR, *BENCHES, "teacher") if scheme == "light" else ("fa2", "online-softmax", "fa3", "tiles", "problem")
-        )
-        for place in places:
-            go(page, place)
-            if page.locator(".player-scrub input").count():
-                seek(page, 2)
-            found = axe.run(page, options=rules).response["violations"]
-            serious = [
-                (one["id"], node["target"], node["failureSummary"])
-                for one in found
-                if one["impact"] in ("serious", "critical")
-                for node in one["nodes"][:3]
-            ]
-            assert serious == [], (scheme, place)
+        found = axe.run(page, options=rules).response["violations"]
+        serious = [
+            (one["id"], node["target"], node["failureSummary"])
+            for one in found
+            if one["impact"] in ("serious", "critical")
+            for node in one["nodes"][:3]
+        ]
+        assert serious == [], place

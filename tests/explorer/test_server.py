@@ -193,6 +193,7 @@ def test_a_question_is_answered_by_explain(server: ExplorerServer) -> None:
         ({"dtype": "int8"}, "dtype: expected one of bfloat16"),
         ({"device": "h300"}, "device: expected one of cpu, v100"),
         ({"device": ["h100"]}, "device: expected one of cpu"),
+        ({"phase": "left out"}, "phase: "),
         ({"phase": "dream"}, "phase: expected one of prefill"),
         ({"causal": 1}, "causal: expected one of True, False"),
         ({"window": -1}, "window: expected a whole number from 0 to 4194304, or null"),
@@ -202,15 +203,10 @@ def test_a_question_is_answered_by_explain(server: ExplorerServer) -> None:
     ],
 )
 def test_bad_questions_get_400_and_the_reason(server: ExplorerServer, change: dict[str, Any], message: str) -> None:
-    reply = plan(server, QUESTION | change)
+    reply = plan(server, {name: value for name, value in (QUESTION | change).items() if value != "left out"})
     assert reply.status == 400
     assert reply.error.startswith(message)
     assert len(reply.error) < 400
-
-
-def test_a_missing_field_is_named(server: ExplorerServer) -> None:
-    reply = plan(server, {name: value for name, value in QUESTION.items() if name != "phase"})
-    assert (reply.status, reply.error.split(":")[0]) == (400, "phase")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"NaN", b"\xff", b"[" * 4000])

@@ -123,26 +123,6 @@ def test_stepping_moves_the_counters_as_the_simulator_says(
             assert found == after_steps(algorithm, work, at), f"{algorithm} after {at}"
 
 
-def test_six_tokens_in_blocks_of_two(open_page: Any) -> None:
-    page: Page = open_page("tiles")
-    expect(page.locator("[data-summary]")).to_have_text("9 tiles, 3 steps for each one visited: 27 steps.")
-    press(page, "End")
-    expect(page.locator(".step-counter")).to_have_text("step 27 of 27")
-    # FA-1 writes the state of each of 3 tiles of rows 3 times, FA-2 once.
-    assert value(page, "fa1-writes") == f"{9 * 2 * 2}"
-    assert value(page, "fa2-writes") == f"{3 * 2 * 2}"
-    assert [value(page, f"{one}-total") for one in ("naive", "fa1", "fa2")] == ["192", "132", "96"]
-    # S and P of naive attention are 9 tiles each.
-    assert [value(page, f"{one}-score-tiles") for one in ("naive", "fa1", "fa2")] == ["18", "0", "0"]
-
-
-def test_heads_multiply_the_traffic(open_page: Any) -> None:
-    page: Page = open_page("tiles?heads=3")
-    press(page, "End")
-    expect(page.locator(".step-counter")).to_have_text("step 81 of 81")
-    assert value(page, "fa2-total") == f"{3 * 96}"
-
-
 def test_bad_input_is_named_and_changes_nothing(open_page: Any) -> None:
     page: Page = open_page("tiles")
     unfold(page)
@@ -152,20 +132,6 @@ def test_bad_input_is_named_and_changes_nothing(open_page: Any) -> None:
     expect(page.locator("[data-summary]")).to_contain_text("9 tiles")
     page.get_by_label("Tokens N").fill("128")
     expect(page.get_by_text("4,096 tiles are more than")).to_be_visible()
-
-
-def test_too_many_tiles_by_link_are_refused_and_nothing_breaks(open_page: Any) -> None:
-    page: Page = open_page("tiles?n=128&bm=1&bn=1")
-    expect(page.get_by_text("16,384 tiles are more than the 1,024")).to_be_visible()
-    expect(page.get_by_role("button", name="Play or pause")).to_be_disabled()
-    press(page, " ", "ArrowRight", "End")
-    page.get_by_label("Query block").fill("16")
-    page.get_by_label("Key block").fill("16")
-    press(page, "Tab", "Escape")
-    expect(page.locator("[data-summary]")).to_contain_text("64 tiles")
-    page.evaluate("location.hash = 'backward?n=64&bm=1&bn=1'")
-    expect(page.get_by_text("4,096 tiles are more than the 1,024")).to_be_visible()
-    press(page, " ", "ArrowRight")
 
 
 def test_the_defaults_show_the_thesis_and_a_sentence_says_when_it_fails(open_page: Any) -> None:
@@ -304,20 +270,6 @@ def test_sharing_copies_on_write_and_buttons_write_the_story(open_page: Any) -> 
     expect(page.get_by_text("line 2 to make sense: Z is not there")).to_be_visible()
 
 
-def test_a_new_request_keeps_the_story(open_page: Any) -> None:
-    page: Page = open_page("paging")
-    unfold(page)
-    before = page.get_by_label("What happens").input_value()
-    page.get_by_role("button", name="New request").click()
-    expect(page.get_by_label("What happens")).to_have_value(f"F arrives 6\n{before}")
-    expect(page.locator(".step-counter")).to_have_text("step 1 of 10")
-
-
-def test_a_shared_request_that_ends_frees_no_page(open_page: Any) -> None:
-    page: Page = open_page("paging?script=A+arrives+8%0AB+shares+A%0AA+finishes&step=3")
-    expect(page.locator(".caption")).to_contain_text("Paged: no page is free: others still hold them.")
-
-
 # --- my problem
 
 
@@ -337,23 +289,6 @@ def test_my_problem_shows_what_explain_says(open_page: Any) -> None:
     expect(page.locator(".tip")).to_contain_text("Bound by arithmetic")
     page.get_by_label("K/V heads").fill("7")
     expect(page.get_by_text("must be a multiple of K/V heads (7). Shown for 4 K/V heads.")).to_be_visible()
-
-
-def test_a_bad_ratio_by_link_is_named_and_still_answered(open_page: Any) -> None:
-    page: Page = open_page("problem?heads=32&kv=7&model=own")
-    expect(page.get_by_text("must be a multiple of K/V heads (7). Shown for 4 K/V heads.")).to_be_visible()
-    expect(page.locator("[data-fact=backend]")).to_have_text("hopper")
-
-
-def test_a_long_plan_says_that_it_is_being_made(open_page: Any) -> None:
-    page: Page = open_page("softmax")
-    held: list[Any] = []
-    page.route("**/api/plan", lambda route: held.append(route))
-    page.evaluate("location.hash = 'problem?context=4194304'")
-    expect(page.get_by_text("Planning 4,194,304 tokens …")).to_be_visible()
-    held[0].continue_()
-    expect(page.locator("[data-fact=backend]")).to_have_text("hopper", timeout=60_000)
-    expect(page.get_by_text("Planning")).to_be_hidden()
 
 
 def test_three_ways_on_one_device(open_page: Any, exported: Path) -> None:
@@ -380,15 +315,6 @@ def test_numbers_read_as_a_person_writes_them(open_page: Any, exported: Path) ->
         }"""
     )
     assert texts == ["999 s", "83 min", "111 days", "127 years", "28 h"]
-
-
-def test_an_n_slider_moves_the_bars(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("traffic", base=exported.as_uri())
-    assert page.locator('[data-race-value="naive"]').inner_text() == "17,301,504"
-    page.get_by_label("Tokens N").fill("8")
-    assert page.locator('[data-race-value="naive"]').inner_text() == "327,680"
-    assert page.locator('[data-race-value="fa2"]').inner_text() == "98,304"
-    expect(page).to_have_url(re.compile(r"#traffic\?n=256$"))
 
 
 # --- keys, address, themes
@@ -426,42 +352,15 @@ def test_the_address_keeps_the_state(open_page: Any) -> None:
     assert value(page, "softmax-l") == "1.5069"
 
 
-def test_an_address_typed_while_the_page_writes_its_own_is_followed(open_page: Any) -> None:
-    page: Page = open_page("tiles")
-    # The page writes its own address 400 ms after a change; a busy browser tells it of the visitor's only after that.
-    page.add_init_script("""
-      const add = window.addEventListener;
-      window.addEventListener = (type, act) => {
-        add.call(window, type, type === "hashchange" ? (event) => setTimeout(() => act(event), 800) : act);
-      };
-    """)
-    page.reload()
-    page.locator("#to-traffic").click()
-    page.evaluate("location.hash = 'matmul'")
-    expect(here(page)).to_have_attribute("id", "to-matmul")
-    expect(page).to_have_url(re.compile(r"#matmul"))
-
-
-def luminance(page: Page, selector: str, name: str) -> float:
-    colour: str = page.evaluate(
-        "([selector, name]) => getComputedStyle(document.querySelector(selector))[name]", [selector, name]
-    )
-    channels = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_dark_and_light_follow_the_system_and_the_button(open_page: Any, scheme: str) -> None:
     page: Page = open_page("tiles", color_scheme=scheme)
     for dark in (scheme == "dark", scheme != "dark"):
         assert page.evaluate("document.documentElement.dataset.theme") == ("dark" if dark else "light")
-        paper = luminance(page, "body", "backgroundColor")
-        assert (paper < 0.1) == dark
-        for selector in (".lead", ".caption", "[data-summary]", "[data-check]"):
-            text = luminance(page, selector, "color")
-            assert (max(text, paper) + 0.05) / (min(text, paper) + 0.05) >= 4.5, selector
         page.locator("#theme-button").click()
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
 
 
 # --- speed
@@ -469,39 +368,11 @@ def test_dark_and_light_follow_the_system_and_the_button(open_page: Any, scheme:
 
 def test_interactive_in_under_a_second(open_page: Any, exported: Path) -> None:
     ready = "performance.getEntriesByName('tilewise-ready')[0].startTime"
-    for base in (None, exported.as_uri()):
-        page: Page = open_page("", base=base)
-        times = [page.evaluate(ready)]
-        for _ in range(2):
-            page.reload()
-            page.wait_for_selector("html[data-ready]")
-            times.append(page.evaluate(ready))
-        # The best of three: other tests run on the same cores.
-        assert min(times) < 1000, times
-
-
-STEP_THROUGH = """() => {
-  const slider = document.querySelector(".player input");
-  for (let at = 1; at <= 200; at++) {
-    slider.value = String(at);
-    slider.dispatchEvent(new Event("input"));
-    void document.body.offsetHeight;
-  }
-}"""
-
-
-def test_a_step_takes_less_than_a_frame(open_page: Any) -> None:
-    page: Page = open_page("tiles?n=64&bm=4&bn=4&d=8")
-    assert page.locator(".player input").get_attribute("max") == "768"
-    session = page.context.new_cdp_session(page)
-    # The page's own time on the processor: on a wall clock the other tests' work would count as well.
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-    def busy() -> float:
-        metrics = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
-        return float(metrics["TaskDuration"])
-
-    before = busy()
-    page.evaluate(STEP_THROUGH)
-    milliseconds = (busy() - before) / 200 * 1000
-    assert 0.2 < milliseconds < 16
+    page: Page = open_page("", base=exported.as_uri())
+    times = [page.evaluate(ready)]
+    for _ in range(2):
+        page.reload()
+        page.wait_for_selector("html[data-ready]")
+        times.append(page.evaluate(ready))
+    # The best of three: other tests run on the same cores.
+    assert min(times) < 1000, times

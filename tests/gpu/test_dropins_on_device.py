@@ -14,6 +14,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils import _pytree as pytree
 
 import tilewise as tw
+from making import int32
 from operators import Operators
 from tilewise import fp8
 from tilewise.integrations import flash_attn, flash_attn_interface, sdpa
@@ -29,10 +30,6 @@ HALF = torch.float16
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape))).to(dtype)
-
-
-def int32(*values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def on(device: str, tree: Any) -> Any:

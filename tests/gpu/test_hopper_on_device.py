@@ -140,13 +140,6 @@ needs_sanitizer = pytest.mark.skipif(sanitizer() is None, reason="needs compute-
 
 @needs_sanitizer
 @pytest.mark.exhaustive
-def test_memcheck_finds_nothing() -> None:
-    done = sanitized("memcheck")
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-
-
-@needs_sanitizer
-@pytest.mark.exhaustive
 def test_racecheck_finds_nothing_but_what_mbarriers_order() -> None:
     """racecheck knows bar.sync, but neither mbarriers nor TMA.
 

@@ -1,6 +1,6 @@
 """Long sequences on a Hopper GPU: what short ones never take, every element against fp64.
 
-P at once and rows that it loses, dQ finished beside the main kernel, fixed point, odd lengths, windows, packed rows.
+P steep and rows that it loses, dQ finished beside the main kernel, fixed point, odd lengths, windows, packed rows.
 The cases and their judge are in tests/backends/long_sequences.py; test_long_sequences.py tests them without a GPU.
 """
 
@@ -27,12 +27,12 @@ pytestmark = [
 
 REPEATS = 200
 CUDA = torch.device("cuda")
-# All that decides when rows are lost, and by whom they are computed again; packed ones get their tiles from a list.
+# Packed ones get their tiles from a list.
 REPEATED_FORWARDS = [
-    "d128 at once, causal, sinks",
-    "d64 at once",
-    "d64 at once, four warpgroups",
-    "d64 at once, packed",
+    "d128 steep, causal, sinks",
+    "d64 steep",
+    "d64 steep, four warpgroups",
+    "d64 steep, packed",
 ]
 # dQ of the first is summed in no fixed order.
 REPEATED_BACKWARDS = {"dq finished beside": ("dk", "dv"), "deterministic": ("dq", "dk", "dv")}

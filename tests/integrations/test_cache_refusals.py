@@ -16,7 +16,6 @@ from tilewise.integrations import cache, sdpa
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
 from tilewise.kv.writing import write_rows
-from tilewise.validation.values import check_values
 
 
 def int32(values: Any) -> Tensor:
@@ -160,13 +159,6 @@ def test_values_may_be_a_part_of_the_keys_in_cache_and_new_rows(begin: int | Non
         fa2.flash_attn_with_kvcache(q, cache, cache[..., part], new, new[..., part].clone(), cache_seqlens=5)
 
 
-def test_rows_of_a_cache_that_no_query_has_may_be_anything() -> None:
-    cache, new = torch.zeros(1, 8, 2, 16), torch.ones(1, 1, 2, 16)
-    values = torch.zeros(3, 8, 2, 16)
-    fa2.flash_attn_with_kvcache(Q[:1], cache.expand(3, -1, -1, -1), values, new, new, cache_seqlens=5)
-    assert torch.equal(cache[:, 5], new[:, 0])
-
-
 @pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
 @pytest.mark.parametrize("page", [6, -1, 2**30])
 def test_pages_that_do_not_exist_are_named_before_the_cache_is_written(module: Any, page: int) -> None:
@@ -205,18 +197,6 @@ def test_compiled_steps_with_pages_write_what_eager_ones_do() -> None:
 def append(store: cache.Store, q: Tensor, new: Tensor) -> None:
     write, _ = cache._appending(store, q, new, new, int32([4, 4]), None, 2, None, None)
     write()
-
-
-@pytest.mark.parametrize("lengths", [0, int32([0, 0]), torch.tensor(0, dtype=torch.int32)], ids=["int", "each", "one"])
-def test_a_cache_without_slots_holds_nothing(lengths: Any) -> None:
-    cache = torch.zeros(2, 0, 2, 16)
-    out, lse = fa2.flash_attn_with_kvcache(Q, cache, cache, cache_seqlens=lengths, return_softmax_lse=True)
-    assert not out.any()
-    assert (lse == -torch.inf).all()
-    with pytest.raises(tw.InvalidProblem, match="cache_seqlens: expected positions below 0"):
-        fa2.flash_attn_with_kvcache(
-            Q, cache, cache, torch.ones(2, 1, 2, 16), torch.ones(2, 1, 2, 16), None, None, lengths
-        )
 
 
 Q = torch.zeros(2, 1, 4, 16)
@@ -281,37 +261,6 @@ def test_a_cache_may_have_more_rows_than_queries(lengths: Any, appended: bool) -
     found = fa2.flash_attn_with_kvcache(q, old.clone(), old.clone(), rows, rows, cache_seqlens=lengths)
     want = fa2.flash_attn_with_kvcache(q, old[:2].clone(), old[:2].clone(), rows, rows, cache_seqlens=lengths)
     assert torch.equal(found, want)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("lengths", [30, torch.full((4,), 30, dtype=torch.int32)], ids=["int", "tensor"])
-def test_an_appending_call_is_judged_once_and_cast_once(lengths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast the whole cache is converted: only after the new keys are in it."""
-    q, new, cache = torch.randn(4, 1, 4, 16), torch.randn(4, 1, 2, 16), torch.randn(4, 64, 2, 16)
-    seen: list[torch.dtype] = []
-    contents = [0]
-    convert = Tensor.to
-
-    def converted(tensor: Tensor, *given: Any, **options: Any) -> Tensor:
-        if tensor.shape[-2:] == (2, 16) and tensor.numel() > new.numel():
-            seen.extend(to for to in given if isinstance(to, torch.dtype) and to != tensor.dtype)
-        return convert(tensor, *given, **options)
-
-    def counted(*given: Any) -> None:
-        contents[0] += 1
-        check_values(*given)
-
-    def append() -> None:
-        fa2.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=lengths)
-
-    for _ in range(3):
-        append()
-    monkeypatch.setattr("tilewise.validation.check_values", counted)
-    append()
-    assert contents == [0 if isinstance(lengths, int) else 1]
-    monkeypatch.setattr(Tensor, "to", converted)
-    with torch.autocast("cpu", torch.bfloat16):
-        append()
-    assert seen == [torch.bfloat16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("offsets", [[1, 1, 2], [0, 2, 1], [0, 1, 9]], ids=str)

@@ -12,17 +12,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import int32, randn
 from tilewise.integrations import flash_attn as fa
 
 FULL = (-1, -1)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape)))
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def textbook(
@@ -186,19 +179,6 @@ def test_dmask_shows_what_was_dropped(seqlen_k: int) -> None:
     assert torch.equal(out, fa.flash_attn_func(q, k, v, 0.25, causal=True)), "asking for it changes no random number"  # type: ignore[arg-type]
 
 
-def test_dmask_of_packed_sequences() -> None:
-    cu_q, cu_k = int32(0, 3, 4), int32(0, 2, 7)
-    q, k, v = randn(6, 2, 8), randn(7, 2, 8, seed=1), randn(7, 2, 8, seed=2)
-    result = fa.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 5, 0.4, return_attn_probs=True)
-    assert isinstance(result, tuple)
-    out, _, dmask = result
-    assert dmask.shape == (2, 2, 3, 5)
-    kept = dmask.clamp(min=0.0) / 0.6
-    torch.testing.assert_close(torch.einsum("hij,jhd->ihd", kept[0, :, :3, :2], v[:2]), out[:3])
-    torch.testing.assert_close(torch.einsum("hij,jhd->ihd", kept[1, :, :1, :], v[2:]), out[3:4])
-    assert dmask[0, :, :, 2:].abs().max() == 0
-
-
 def test_dropout_with_pages_names_the_way_out() -> None:
     q, pages = randn(1, 2, 8), randn(1, 4, 2, 8)
     with pytest.raises(tw.Unsupported, match="gather them into packed k and v"):
@@ -279,19 +259,6 @@ def test_kvcache_ignores_what_lies_outside_the_lengths() -> None:
     flags: dict[str, Any] = {"cache_seqlens": int32(6, 3), "cache_leftpad": int32(2, 1)}
     clean = fa.flash_attn_with_kvcache(q, cache, cache, **flags)
     assert torch.equal(fa.flash_attn_with_kvcache(q, spoiled, spoiled, **flags), clean)  # type: ignore[arg-type]
-
-
-def test_kvcache_rotary_not_interleaved_and_whole_cache_by_default() -> None:
-    q, k_new = randn(1, 1, 2, 8), randn(1, 1, 2, 8, seed=1)
-    cos, sin = torch.arange(9.0)[:, None].expand(9, 4).cos(), torch.arange(9.0)[:, None].expand(9, 4).sin()
-    cache = randn(1, 8, 2, 8, seed=2)
-    out = fa.flash_attn_with_kvcache(q, cache, cache.clone(), k_new, k_new, cos, sin, 7, rotary_interleaved=False)
-    expected, _ = textbook(
-        rotated(q[0], torch.tensor([7]), cos, sin, False), cache[0], torch.cat((cache[0, :7], k_new[0]))
-    )
-    torch.testing.assert_close(cache[0, 7:], rotated(k_new[0], torch.tensor([7]), cos, sin, False))
-    close(out[0], expected)
-    close(fa.flash_attn_with_kvcache(q, cache, cache)[0], textbook(q[0], cache[0], cache[0])[0])
 
 
 TWO, ONE = ({"k": randn(1, n, 2, 8), "v": randn(1, n, 2, 8)} for n in (2, 1))

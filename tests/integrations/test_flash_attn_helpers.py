@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import randn
 from tilewise.integrations import flash_attn as fa
 from tilewise.integrations.flash_attn import bert_padding
 from tilewise.integrations.flash_attn.layers import rotary
 from tilewise.nn import rotate
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_unpad_and_pad_are_inverse_and_differentiable() -> None:

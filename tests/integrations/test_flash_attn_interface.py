@@ -7,18 +7,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import int32, randn
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
 
 pytestmark = pytest.mark.slow
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 31 * sum(shape)))
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def pair(result: Any) -> tuple[Tensor, Tensor]:
@@ -218,11 +211,6 @@ def test_nothing_to_attend_to_or_from(batch: int, seqlen_q: int, seqlen_k: int, 
         assert (out.shape, out.dtype, lse.shape) == (q.shape, torch.bfloat16, (batch, 4, seqlen_q))
         assert seqlen_k or not out.any()
         assert seqlen_k or bool((lse == -torch.inf).all())
-
-
-def test_descales_of_other_dtypes_are_ignored_as_in_fa3() -> None:
-    q = randn(1, 3, 2, 8)
-    assert torch.equal(fa3.flash_attn_func(q, q, q, q_descale=torch.full((1, 2), 7.0)), fa3.flash_attn_func(q, q, q))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chunk", [0, 4])

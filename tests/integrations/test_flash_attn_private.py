@@ -4,7 +4,6 @@ backward as calls of their own.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Iterator
@@ -16,62 +15,12 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import int32, randn
 from tilewise.integrations import flash_attn, flash_attn_3, flash_attn_interface
 
 # Called with arguments put together by name.
 fa2: Any = flash_attn.flash_attn_interface
 fa3: Any = flash_attn_interface
-
-REQUIRED = inspect.Parameter.empty
-PAIR = {"window_size_left": REQUIRED, "window_size_right": REQUIRED}
-
-
-def required(names: str) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), REQUIRED)
-
-
-SIGNATURES: dict[str, dict[str, Any]] = {
-    "_flash_attn_forward": required(
-        "q k v dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes return_softmax"
-    ),
-    "_flash_attn_varlen_forward": {
-        **required("q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal"),
-        "window_size_left": -1,
-        "window_size_right": -1,
-        "softcap": 0.0,
-        "alibi_slopes": None,
-        "return_softmax": False,
-        "block_table": None,
-        "leftpad_k": None,
-        "seqused_k": None,
-        "zero_tensors": False,
-    },
-    "_flash_attn_backward": {
-        **required("dout q k v out softmax_lse dq dk dv dropout_p softmax_scale causal"),
-        **PAIR,
-        **required("softcap alibi_slopes deterministic"),
-        "rng_state": None,
-    },
-    "_flash_attn_varlen_backward": {
-        **required("dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"),
-        **required("dropout_p softmax_scale causal"),
-        **PAIR,
-        **required("softcap alibi_slopes deterministic"),
-        "rng_state": None,
-        "zero_tensors": False,
-    },
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures_are_those_of_flash_attn_also_for_getfullargspec(name: str) -> None:
-    """Ring attention asks `inspect.getfullargspec`, which does not look behind decorators."""
-    function = getattr(fa2, name)
-    parameters = inspect.signature(function).parameters
-    assert {n: p.default for n, p in parameters.items()} == SIGNATURES[name]
-    assert inspect.getfullargspec(function).args == list(SIGNATURES[name])
-    assert inspect.isfunction(function)
-    assert getattr(fa2, name.replace("_flash", "_wrapped_flash")) is function
 
 
 def test_installed_they_are_found_where_libraries_look() -> None:
@@ -92,14 +41,6 @@ def test_installed_they_are_found_where_libraries_look() -> None:
     assert _wrapped_flash_attn_backward is _flash_attn_backward
     assert _flash_attn_varlen_forward is fa2._flash_attn_varlen_forward
     assert _flash_attn_varlen_backward is fa2._flash_attn_varlen_backward
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 FLAGS: dict[str, dict[str, Any]] = {

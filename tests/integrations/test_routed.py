@@ -15,7 +15,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F  # noqa: N812
 
 import tilewise as tw
+from making import randn
 from operators import Operators
+from sampling import marks_of
 from tilewise.integrations import sdpa
 
 pytestmark = [
@@ -32,10 +34,6 @@ FUSED = ("_scaled_dot_product", "_transformer_encoder_layer_fwd", "_native_multi
 
 def attention_operators(names: list[str]) -> list[str]:
     return [name for name in names if name.startswith("tilewise.") or any(fused in name for fused in FUSED)]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def close(mine: Any, torchs: Any) -> None:
@@ -97,8 +95,16 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("batched", [True, False], ids=["batch", "unbatched"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize(
+    ("options", "batched"),
+    [
+        pytest.param(
+            o, batched, id="-".join(map(str, (*o.values(), batched))), marks=marks_of(number % 6 == 5 * batched)
+        )
+        for number, o in enumerate(OPTIONS)
+        for batched in (True, False)
+    ],
+)
 def test_multihead_attention_is_torchs(options: dict[str, Any], batched: bool) -> None:
     """Causal ones too, where torch's shortcut hides the keys of add_bias_kv and add_zero_attn."""
     torch.manual_seed(0)
@@ -224,9 +230,11 @@ def compiled_operators(function: Callable[..., Any], *inputs: Tensor) -> tuple[A
     return compiled(*inputs), names
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("where", ["around", "within"])
-@pytest.mark.parametrize("name", ["encoder layer", "encoder", "decoder layer"])
+@pytest.mark.parametrize(
+    ("name", "where", "training"),
+    [("encoder layer", "around", True), ("encoder layer", "within", False), ("encoder", "within", True),
+     ("decoder layer", "around", False)],
+)  # fmt: skip
 def test_compiled_transformer_layers(name: str, where: str, training: bool) -> None:
     model, inputs, count = MODELS[name]()
     model.train(training)
@@ -247,57 +255,6 @@ def test_compiled_transformer_layers(name: str, where: str, training: bool) -> N
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_compiled_once_and_called_in_and_out_of_the_block() -> None:
-    torch._dynamo.reset()
-    model, inputs, _ = encoder()
-    model.eval()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        before = compiled(*inputs)
-        with sdpa.routed():
-            routed, eager = compiled(*inputs), model(*inputs)
-        assert torch.equal(compiled(*inputs), before)
-    assert torch.equal(routed, eager)
-    assert not torch.equal(routed, before), "the two must differ in rounding for this test to see anything"
-
-
-def test_export_in_the_block() -> None:
-    model, inputs, count = encoder()
-    with sdpa.routed():
-        exported = torch.export.export(model, inputs)
-    names = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
-    assert attention_operators(names) == ["tilewise.dense.default"] * count
-    close(exported.module()(*inputs), model(*inputs))
-
-
-def test_dropout_in_training_keeps_the_mean_and_follows_the_seed() -> None:
-    layer = nn.MultiheadAttention(EMBED, HEADS, dropout=0.5)
-    nn.init.zeros_(layer.in_proj_weight[: 2 * EMBED].data)
-    x = randn(64, 1, EMBED)
-    expected, _ = layer.eval()(x, x, x, need_weights=False)
-    layer.train()
-    with sdpa.routed():
-        torch.manual_seed(1)
-        first = layer(x, x, x, need_weights=False)[0]
-        torch.manual_seed(1)
-        assert torch.equal(layer(x, x, x, need_weights=False)[0], first)
-        assert not torch.equal(layer(x, x, x, need_weights=False)[0], first)
-        mean = torch.stack([layer(x, x, x, need_weights=False)[0] for _ in range(200)]).mean((0, 1))
-        layer.eval()
-        close(layer(x, x, x, need_weights=False)[0], expected)
-    torch.testing.assert_close(mean, expected.mean(0), atol=0.05, rtol=0.0)
-
-
-def test_autocast() -> None:
-    model, inputs, _ = encoder()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(*inputs)
-        with sdpa.routed():
-            mine = model(*inputs)
-    assert mine.dtype is expected.dtype
-    torch.testing.assert_close(mine, expected, atol=3e-2, rtol=3e-2)
-
-
 def functional(layer: nn.MultiheadAttention, x: Tensor, **change: Any) -> Any:
     call: dict[str, Any] = {
         "query": x, "key": x, "value": x, "embed_dim_to_check": EMBED, "num_heads": HEADS,
@@ -306,15 +263,6 @@ def functional(layer: nn.MultiheadAttention, x: Tensor, **change: Any) -> Any:
         "out_proj_bias": layer.out_proj.bias, "need_weights": False,
     }  # fmt: skip
     return F.multi_head_attention_forward(**{**call, **change})
-
-
-def test_static_keys_and_values() -> None:
-    layer, x = nn.MultiheadAttention(EMBED, HEADS), randn(SEQLEN_Q, BATCH, EMBED)
-    static = {f"static_{n}": randn(BATCH * HEADS, SEQLEN_K, EMBED // HEADS, seed=i) for i, n in enumerate("kv")}
-    for change in (static, {**static, "add_zero_attn": True}, {**static, "key_padding_mask": padding("bool")}):
-        expected, _ = functional(layer, x, **change)
-        with sdpa.routed():
-            close(functional(layer, x, **change)[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -345,16 +293,6 @@ def test_wrong_arguments_are_refused_with_a_reason_where_torch_raises(message: s
     with sdpa.routed(), pytest.raises(tw.InvalidProblem, match=message) as caught:
         functional(layer, x, **change)
     assert isinstance(caught.value, RuntimeError)
-
-
-def test_empty_batches_and_sequences() -> None:
-    layer = nn.MultiheadAttention(EMBED, HEADS)
-    for length, batch in ((0, 2), (5, 0), (0, 0), (1, 1)):
-        x = randn(length, batch, EMBED)
-        with sdpa.routed():
-            found, _ = layer(x, x, x, need_weights=False)
-        assert found.shape == (length, batch, EMBED)
-        close(found, layer(x, x, x, need_weights=False)[0])
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -16,16 +15,13 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import tilewise as tw
+from making import randn
 from tilewise.integrations import aten, sdpa
 
 pytestmark = pytest.mark.slow
 
 MASKS = (None, "bool", "bool keys", "float", "float heads", "-inf row")
 LENGTHS = ((6, 6), (4, 9), (9, 4), (1, 7), (5, 1))
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def make_mask(kind: str | None, lead: tuple[int, ...], heads: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
@@ -94,12 +90,6 @@ def test_dtypes(dtype: torch.dtype, masked: bool) -> None:
     torchs = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not masked)
     assert mine.dtype is dtype
     assert (mine - exact).abs().max() <= 2 * (torchs - exact).abs().max() + 4 * torch.finfo(dtype).eps
-
-
-def test_double_precision() -> None:
-    q = randn(2, 4, 33, 16, dtype=torch.float64)
-    mine, torchs = (f(q, q, q) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention))
-    torch.testing.assert_close(mine, torchs, atol=1e-14, rtol=1e-13)
 
 
 def test_leading_dimensions_and_a_single_head_broadcast() -> None:
@@ -197,7 +187,7 @@ ROWS_WITHOUT_KEYS = pytest.mark.filterwarnings("ignore:Lower right causal bias w
 @ROWS_WITHOUT_KEYS
 @pytest.mark.parametrize("way", ["called", "routed", "compiled", "active"])
 @pytest.mark.parametrize("corner", CORNERS)
-@pytest.mark.parametrize("lengths", [*LENGTHS, (64, 200)], ids=str)
+@pytest.mark.parametrize("lengths", [*LENGTHS[:3], (64, 200)], ids=str)
 def test_a_causal_bias_is_the_triangle_it_stands_for(way: str, corner: str, lengths: tuple[int, int]) -> None:
     seqlen_q, seqlen_k = lengths
     q = randn(2, 4, seqlen_q, 8).requires_grad_()
@@ -227,13 +217,6 @@ def test_a_causal_bias_is_the_triangle_it_stands_for(way: str, corner: str, leng
     if seqlen_q <= seqlen_k or corner == "upper left":
         for mine, other in zip(found, run(F.scaled_dot_product_attention, bias), strict=True):
             torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
-
-
-def test_a_causal_bias_of_three_and_five_dimensions() -> None:
-    for lead in ((), (2, 3)):
-        q, k = randn(*lead, 4, 3, 8), randn(*lead, 4, 7, 8, seed=1)
-        found = sdpa.scaled_dot_product_attention(q, k, k, causal_lower_right(3, 7))
-        torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, k, triangle("lower right", 3, 7)))
 
 
 def test_a_causal_bias_for_other_lengths_or_beside_is_causal_is_refused() -> None:
@@ -291,8 +274,16 @@ EMPTY: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[s
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [
+        *((name, False) for name in EMPTY),
+        *(
+            (name, True)
+            for name in ("no heads, mask", "no key heads, grouped", "head_dim 0, values, causal", "no keys")
+        ),
+    ],
+)
 def test_no_heads_and_no_features_are_as_in_torch(name: str, compiled: bool) -> None:
     *shapes, flags = EMPTY[name]
     q, k, v = inputs = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
@@ -353,10 +344,10 @@ class OfSomeSequences(torch.nn.Module):
         return sdpa.scaled_dot_product_attention(q, q, q, mask.float() if self.added else mask)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("lead", [(), (1,)], ids=["4-D", "5-D"])
-@pytest.mark.parametrize("shared", [False, True], ids=["of each", "shared"])
-@pytest.mark.parametrize("added", [False, True], ids=["mask", "bias"])
+@pytest.mark.parametrize(
+    ("strict", "lead", "shared", "added"),
+    [(False, (), False, True), (True, (), True, False), (False, (1,), True, True), (True, (1,), False, False)],
+)
 def test_export_with_an_unbacked_batch_and_a_mask_of_that_batch(
     strict: bool, lead: tuple[int, ...], shared: bool, added: bool
 ) -> None:
@@ -426,9 +417,3 @@ def test_errors_name_the_arguments_of_torch(arguments: dict[str, Any], message: 
     given = dict.fromkeys(("query", "key", "value"), torch.zeros(1, 4, 8, 16)) | arguments
     with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
         sdpa.scaled_dot_product_attention(**given)
-
-
-def test_a_scale_of_numpy() -> None:
-    q = torch.randn(1, 2, 4, 8)
-    found = sdpa.scaled_dot_product_attention(q, q, q, scale=np.float32(0.5))  # type: ignore[arg-type]
-    assert torch.equal(found, sdpa.scaled_dot_product_attention(q, q, q, scale=0.5))

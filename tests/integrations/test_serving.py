@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 import serve
-import serving
 import tilewise as tw
-from serving import POLICIES, Outcome, Request, Reservation, Scheduler, Trace, make_trace, simulate
+from serving import POLICIES, Outcome, Request, Scheduler, Trace, make_trace, simulate
 from tilewise.kv import PageBook
 
 # One group: the outcomes are shared.
@@ -57,28 +55,6 @@ def test_a_shared_system_prompt_saves_a_third() -> None:
     assert paged.hit_rate == 0.0
 
 
-def test_the_picture_has_every_policy() -> None:
-    pytest.importorskip("matplotlib")
-    trace = make_trace(20, gap=2.0)
-    ample = [simulate(trace, policy, capacity=AMPLE) for policy in POLICIES]
-    picture = serving.draw(ample, ample, AMPLE)
-    assert all(policy in picture for policy in POLICIES)
-
-
-def test_a_trace_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    entries = [{"arrival": 3, "prompt": 5, "output": 2}, {"arrival": 0, "prompt": 4, "output": 6, "shared": 8}]
-    path.write_text(json.dumps({"max_seqlen": 64, "requests": entries}), encoding="utf-8")
-    trace = serving.load_trace(path)
-    assert [(r.arrival, len(r.prompt), r.output) for r in trace.requests] == [(0, 12, 6), (3, 5, 2)]
-    for text in ("", "[]", '{"max_seqlen": 8}', '{"max_seqlen": 8, "requests": [{"arrival": "x"}]}'):
-        path.write_text(text, encoding="utf-8")
-        with pytest.raises(tw.InvalidProblem, match="trace: expected JSON"):
-            serving.load_trace(path)
-    with pytest.raises(tw.InvalidProblem, match=r"requests\[0\]"):
-        Trace((Request(0, (1, 2, 3), 6),), max_seqlen=8)
-
-
 def test_a_request_that_never_fits_is_an_error_and_not_a_loop() -> None:
     trace = Trace((Request(0, tuple(range(60)), 1),), max_seqlen=64)
     for policy in POLICIES:
@@ -86,13 +62,6 @@ def test_a_request_that_never_fits_is_an_error_and_not_a_loop() -> None:
             simulate(trace, policy, capacity=32, page_size=16)
     with pytest.raises(tw.InvalidProblem, match="policy"):
         simulate(trace, "swapped", capacity=128)
-
-
-def test_a_reservation_is_refused_when_there_is_no_room() -> None:
-    store = Reservation(64, 64)
-    store.add([1])
-    with pytest.raises(tw.OutOfPages):
-        store.add([1])
 
 
 def alone(model: serve.Toy, shape: serve.Shape, request: Request) -> list[int]:

@@ -194,16 +194,6 @@ def test_a_compiled_model_gives_the_same() -> None:
         torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
 
 
-def test_gradient_checkpointing_hands_the_mask_on() -> None:
-    model = build(mistral())
-    valid = padded("cpu")["attention_mask"].bool()
-    plain = outputs_and_gradients(model, NAME, padded("cpu"), valid)
-    model.train()
-    model.gradient_checkpointing_enable()
-    again = outputs_and_gradients(model, NAME, padded("cpu"), valid)
-    assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
-
-
 def test_dropout_is_drawn_in_training_and_repeated_by_the_seed() -> None:
     config = llama()
     config.attention_dropout = 0.5
@@ -232,36 +222,6 @@ def test_a_wrong_window_would_be_noticed() -> None:
 def asked(**arguments: Any) -> Any:
     """What the mask function answers for two sequences of 8 tokens."""
     return masks.attention_mask_function(**({"batch_size": 2, "q_length": 8, "kv_length": 8} | arguments))
-
-
-def flags(**arguments: Any) -> masks.Structure:
-    """What attention gets to know of that answer."""
-    content = asked(**arguments).content
-    assert isinstance(content, masks.Structure)
-    return content
-
-
-def test_structured_masks_are_flags() -> None:
-    padding = torch.ones(2, 8, dtype=torch.bool)
-    assert (flags().causal, flags().keep) == (True, None)
-    assert flags(attention_mask=padding).keep is None, "nothing is padded"
-    padding[0, :3] = False
-    left = flags(attention_mask=padding)
-    assert (left.causal, left.window) == (True, None)
-    assert left.keep is not None
-    assert left.keep.shape == (2, 1, 1, 8)
-    window = flags(mask_function=masking_utils.sliding_window_causal_mask_function(3), attention_mask=padding)
-    assert (window.causal, window.window) == (True, (2, None))
-    both = masking_utils.sliding_window_bidirectional_mask_function(3)
-    assert flags(mask_function=both, allow_is_bidirectional_skip=True).window == (3, 3)
-    bidirectional = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
-    assert asked(**bidirectional, allow_is_bidirectional_skip=True) is None
-    assert asked(**bidirectional, allow_is_bidirectional_skip=True, kv_length=12) is None, "attention across"
-    everything = flags(**bidirectional)
-    assert (everything.causal, everything.window, everything.keep, everything.rows) == (False, None, None, 1)
-    keep = flags(**bidirectional, attention_mask=padding).keep
-    assert keep is not None
-    assert keep.shape == (2, 1, 1, 8), "padding is not multiplied by the queries"
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
@@ -340,27 +300,6 @@ def test_models_with_a_window_to_both_sides(config: Any, kind: str, padding: int
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-def test_a_static_cache_is_cut_to_the_keys_that_exist() -> None:
-    static = flags(kv_length=32, q_offset=torch.tensor(5))
-    assert (static.keys, static.causal) == (13, True)
-    row = asked(q_length=1, kv_length=32, q_offset=torch.tensor(5), allow_is_causal_skip=False)
-    assert row.shape == (2, 1, 1, 32)
-    assert type(row) is Tensor, "a compiled model takes it"
-    assert (row == 0).sum(-1).flatten().tolist() == [6, 6]
-
-
-def test_masks_of_other_kinds_are_matrices() -> None:
-    chunked = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.int64))
-    matrix = flags(mask_function=chunked).keep
-    assert matrix is not None
-    assert (matrix.shape, matrix.dtype) == ((2, 1, 8, 8), torch.bool)
-    either = masking_utils.or_masks(masking_utils.causal_mask_function, lambda *where: where[3] >= 0)
-    everything = flags(mask_function=either, allow_is_causal_skip=False)
-    assert not everything.causal
-    assert everything.keep is not None
-    assert bool(everything.keep.all())
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_mask_of_the_caller_is_all_of_the_mask(dtype: torch.dtype) -> None:
     model = build(llama())
@@ -378,6 +317,40 @@ def call(**arguments: Any) -> Tensor:
     q, k, v = (torch.randn(2, 4, 5, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
     inputs: dict[str, Any] = {"attention_mask": None} | arguments
     return forward.attention_forward(torch.nn.Identity(), q, k, v, **inputs)[0]
+
+
+@pytest.mark.parametrize("queries", [300, 200])
+def test_masks_that_no_flag_describes(queries: int) -> None:
+    """Chunks, and image blocks inside causal text, with padding: tile masks of many queries, made once for all layers,
+    a matrix of few.
+    """
+    blocks = torch.where(torch.arange(300) % 100 < 40, torch.arange(300) // 100, -1).repeat(2, 1)
+
+    def image(b: Any, _h: Any, i: Any, j: Any) -> Any:
+        return (blocks[b, i] == blocks[b, j]) & (blocks[b, i] >= 0)
+
+    functions = (
+        masking_utils.chunked_causal_mask_function(70, torch.tensor([0, 30])),
+        masking_utils.or_masks(masking_utils.causal_mask_function, image),
+    )
+    padding = torch.ones(2, 300, dtype=torch.bool)
+    padding[1, :30] = False
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, queries, 16, generator=draw)
+    k, v = (torch.randn(2, 2, 300, 16, generator=draw) for _ in range(2))
+    for function in functions:
+        sizes: dict[str, Any] = {"batch_size": 2, "q_length": queries, "kv_length": 300, "q_offset": 300 - queries}
+        mask: Any = masks.attention_mask_function(**sizes, mask_function=function, attention_mask=padding)
+        matrix = masking_utils.sdpa_mask(
+            **sizes, mask_function=function, attention_mask=padding, allow_is_causal_skip=False
+        )
+        structure = mask.content
+        assert isinstance(structure.mask, tw.TileMask) == (queries == 300)
+        assert structure.mask is structure.mask
+        out, _ = forward.attention_forward(torch.nn.Module(), q, k, v, mask)
+        expected = tw.attention(q, k, v, mask=matrix, backend="reference").transpose(1, 2)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(mask == 0.0, matrix)
 
 
 def test_an_argument_that_is_not_honoured_raises() -> None:
@@ -431,8 +404,3 @@ def test_old_releases_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "4.57.6")
     with pytest.raises(tw.Unsupported, match=r"4\.57\.6 is older than 5\.17"):
         register()
-
-
-def test_one_name_to_ignore_is_not_its_letters() -> None:
-    with pytest.raises(tw.InvalidProblem, match="ignore: expected a collection of names, got 'block_indices'"):
-        register(ignore="block_indices")

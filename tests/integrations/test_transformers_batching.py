@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import ops
 
 pytest.importorskip("transformers")
 
@@ -20,7 +19,7 @@ import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from tilewise.integrations.transformers import FLASH_NAME, NAME, paged, register
-from tiny_models import CAUSAL, build, gemma2, llama, tokens
+from tiny_models import CAUSAL, build, llama, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -126,16 +125,6 @@ def test_the_cache_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_psutil
-def test_layers_with_a_window_are_gathered_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_pages, packed = Watch(monkeypatch, "attention_after"), Watch(monkeypatch, "attention_varlen")
-    model = build(gemma2())
-    model.set_attn_implementation(FLASH_NAME)
-    batched(model, prompts_of(5, 17), settings())
-    assert len({call[2][1].data_ptr() for call in in_pages.calls}) == 1
-    assert len(packed.calls) == len(in_pages.calls) + 2, "both layers in the first step, then one of each a step"
-
-
-@needs_psutil
 def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with a common prompt read the same pages."""
     watch = Watch(monkeypatch, "attention_after")
@@ -169,18 +158,6 @@ def test_tables_of_blocks_as_decoding_passes_them(monkeypatch: pytest.MonkeyPatc
     model.set_attn_implementation(FLASH_NAME)
     assert batched(model, prompts, settings()) == expected
     assert watch.calls
-
-
-def test_sequences_that_fill_up_a_batch_write_to_the_trash() -> None:
-    table = torch.tensor([[3, 5], [0, 0]], dtype=torch.int32)
-    assert paged._last_slots(table, torch.tensor([6, 0]), 4, 99).tolist() == [5 * 4 + 1, 99]
-
-
-def test_a_table_of_pages_from_the_slots_to_read() -> None:
-    slots = torch.tensor([8, 9, 10, 11, 4, 5, 16, 17, 18])
-    table = paged._block_table(slots, torch.tensor([0, 6, 9]), 6, 4)
-    assert table.tolist()[0] == [2, 1]
-    assert table.tolist()[1][0] == 4
 
 
 def step_of(slots: list[int], fill: int) -> paged.Step:
@@ -234,22 +211,6 @@ def test_gradients_reach_the_queries_of_a_step() -> None:
     torch.testing.assert_close(out[:, :2], expected)
     found, wanted = (torch.autograd.grad(x.square().sum(), q)[0][:, :, :2] for x in (out[:, :2], expected))
     torch.testing.assert_close(found, wanted)
-
-
-def test_a_ring_is_judged_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for all layers and steps that look the same; a call without rows took 29 us a layer on a CPU, this 11."""
-    packed, judged = Watch(monkeypatch, "attention_varlen"), []
-    monkeypatch.setattr(ops, "refuse", lambda *given: judged.append(given))
-    q, k, v = (torch.zeros(1, heads, 3, 9) for heads in (4, 2, 2))
-    cache = SimpleNamespace(
-        layer_index_to_group_indices={0: (0, 0), 1: (0, 0)}, sliding_windows={0: 4, 1: 4}, write_trash_index=TRASH,
-        update=lambda k, v, *_: (k[0].transpose(0, 1), v[0].transpose(0, 1)),
-    )  # fmt: skip
-    step = dataclasses.replace(step_of(list(range(9)), 0), cu_seq_lens_k=torch.tensor([0, 2, 3]), max_length_k=2)
-    for layer in (0, 1, 0, 1):
-        paged.attend_to_cache(layer, q, k, v, cache, step, {})
-    assert len(packed.calls) == 4
-    assert len(judged) == 1
 
 
 REFUSED: dict[str, dict[str, Any]] = {

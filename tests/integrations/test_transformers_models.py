@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -102,10 +101,6 @@ def bloom() -> Any:
     return transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
 
 
-def mpt() -> Any:
-    return transformers.MptConfig(vocab_size=VOCABULARY, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
-
-
 def gptj() -> Any:
     return transformers.GPTJConfig(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, bos_token_id=1,
@@ -113,36 +108,13 @@ def gptj() -> Any:
     )  # fmt: skip
 
 
-def gpt_neo() -> Any:
-    kinds = [[["global", "local"], 1]]
-    return transformers.GPTNeoConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, attention_types=kinds, window_size=5,
-        max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-
-
-def falcon() -> Any:
-    return transformers.FalconConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-
-
 OWN = {
     "xglm": ("XGLMForCausalLM", xglm),
     "mpnet": ("MPNetForMaskedLM", mpnet),
-    "megatron_bert": ("MegatronBertForMaskedLM", lambda: transformers.MegatronBertConfig(**PLAIN, **STILL)),
     "roformer": ("RoFormerForMaskedLM", lambda: transformers.RoFormerConfig(**PLAIN, **STILL, embedding_size=32)),
     "bloom": ("BloomForCausalLM", bloom),
-    "mpt": ("MptForCausalLM", mpt),
-    # These choose their attention from a table of classes.
+    # It chooses its attention from a table of classes.
     "gptj": ("GPTJForCausalLM", gptj),
-    "gpt_neo": ("GPTNeoForCausalLM", gpt_neo),
-    "falcon": ("FalconForCausalLM", falcon),
 }
 
 
@@ -170,94 +142,6 @@ def test_the_future_is_hidden_in_a_model_with_attention_of_its_own() -> None:
     torch.testing.assert_close(before, after)
 
 
-def time_series() -> Any:
-    return transformers.TimeSeriesTransformerConfig(
-        prediction_length=4, context_length=12, lags_sequence=[1, 2], num_time_features=1, d_model=16, dropout=0.0,
-        encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16,
-    )  # fmt: skip
-
-
-def t5_like(cls: str, **more: Any) -> Any:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    return getattr(transformers, cls)(**sizes, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0, **more)
-
-
-def bigbird_pegasus() -> Any:
-    return transformers.BigBirdPegasusConfig(
-        vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48, decoder_ffn_dim=48,
-        encoder_attention_heads=4, decoder_attention_heads=4, attention_type="original_full",
-        max_position_embeddings=64, dropout=0.0, pad_token_id=0,
-    )  # fmt: skip
-
-
-def nllb_moe() -> Any:
-    return transformers.NllbMoeConfig(
-        vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48, decoder_ffn_dim=48,
-        encoder_attention_heads=4, decoder_attention_heads=4, num_experts=2, dropout=0.0, attention_dropout=0.0,
-        max_position_embeddings=64, pad_token_id=0, decoder_start_token_id=2, encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0,
-    )  # fmt: skip
-
-
-def series() -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(6)
-    sizes = {"past_values": (2, 14), "past_time_features": (2, 14, 1), "future_values": (2, 4)}
-    inputs = {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
-    future = torch.randn(2, 4, 1, generator=draw)
-    return inputs | {"past_observed_mask": torch.ones(2, 14), "future_time_features": future}
-
-
-def translated() -> dict[str, Tensor]:
-    return padded() | {"decoder_input_ids": tokens(2, 7, seed=1)}
-
-
-PARTLY = {
-    "time_series_transformer": ("TimeSeriesTransformerModel", time_series, series),
-    "longt5": ("LongT5ForConditionalGeneration", lambda: t5_like("LongT5Config", local_radius=4), translated),
-    "switch_transformers": (
-        "SwitchTransformersForConditionalGeneration",
-        lambda: t5_like("SwitchTransformersConfig", num_experts=2, num_sparse_encoder_layers=1, expert_capacity=64),
-        translated,
-    ),
-    "bigbird_pegasus": ("BigBirdPegasusForConditionalGeneration", bigbird_pegasus, translated),
-    "nllb_moe": ("NllbMoeForConditionalGeneration", nllb_moe, translated),
-}
-
-
-@NAMES
-@pytest.mark.parametrize("kind", list(PARTLY))
-def test_models_that_ask_tilewise_for_some_of_their_attention(kind: str, name: str, count: Callable[[], int]) -> None:
-    """Without a flag that says so. What they compute themselves gets the mask of eager attention."""
-    cls, config, inputs = PARTLY[kind]
-    model = compare(cls, config(), name, inputs())
-    assert count() > 0
-    # A model that does not support flash-attn is not led into its code for it.
-    assert model.config._attn_implementation == (name if model._supports_flash_attn else NAME)
-
-
-@NAMES
-def test_a_module_from_a_table_of_classes_is_the_one_for_eager_attention(name: str) -> None:
-    """In a file with other attention that asks tilewise."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
-    more = {"output_channels": 8, "global_attn_indexes": [1], "window_size": 2, "mlp_dim": 24}
-    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-    compare("SamVisionModel", transformers.SamVisionConfig(**sizes, **more), name, {"pixel_values": pixels})
-    vision = {name: sizes[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    vision |= {"intermediate_size": 24, "image_size": 16, "patch_size": 4}
-    git = transformers.GitConfig(vision_config=vision, **PLAIN, **STILL)
-    compare("GitForCausalLM", git, name, padded() | {"pixel_values": pixels})
-
-
-@NAMES
-def test_pictures_of_a_pixtral_batch_do_not_see_each_other(name: str) -> None:
-    config = transformers.PixtralVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
-    )
-    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    inputs = {"pixel_values": pixels, "image_sizes": torch.tensor([[32, 16], [16, 32], [32, 32]])}
-    compare("PixtralVisionModel", config, name, inputs)
-
-
 def drawn(*shape: int) -> tuple[Tensor, ...]:
     return torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).unbind()
 
@@ -281,34 +165,6 @@ def test_positions_that_start_again_are_sequences_under_the_flash_name(is_causal
     torch.testing.assert_close(attend(FLASH_NAME, positions), apart)
     torch.testing.assert_close(attend(NAME, positions), together)
     torch.testing.assert_close(attend(FLASH_NAME, torch.arange(12)[None] + 5), together)
-
-
-def test_no_ignored_argument_is_one_of_attention() -> None:
-    """Of none of the attentions of transformers."""
-    from transformers.integrations import flash_attention, flex_attention, sdpa_attention
-    from transformers.modeling_flash_attention_utils import _flash_attention_forward
-
-    functions = (
-        sdpa_attention.sdpa_attention_forward, flash_attention.flash_attention_forward, _flash_attention_forward,
-        flex_attention.flex_attention_forward, forward.attention_forward,
-    )  # fmt: skip
-    for function in functions:
-        assert not forward.BOOKKEEPING & set(inspect.signature(function).parameters)
-
-
-def deepseek_v4() -> Any:
-    return transformers.DeepseekV4Config(
-        vocab_size=VOCABULARY, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=16, qk_rope_head_dim=8, q_lora_rank=16, o_lora_rank=16, o_groups=2,
-        n_routed_experts=2, num_experts_per_tok=1, n_shared_experts=1, index_n_heads=2, index_head_dim=8, index_topk=4,
-        sliding_window=6, max_position_embeddings=64, layer_types=["compressed_sparse_attention"] * 2,
-        num_hash_layers=0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-
-
-@NAMES
-def test_keys_that_outgrow_their_mask_in_deepseek_v4(name: str) -> None:
-    compare("DeepseekV4ForCausalLM", deepseek_v4(), name, padded())
 
 
 def test_a_mask_whose_length_is_not_that_of_the_keys_is_an_error() -> None:
@@ -381,63 +237,6 @@ def test_output_attentions_is_refused_once_the_name_is_set() -> None:
     assert len(model(**inputs, output_attentions=True).attentions) == 2
 
 
-def afmoe() -> Any:
-    more = {"num_dense_layers": 1, "moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
-    return transformers.AfmoeConfig(**SIZES, **more, sliding_window=6, global_attn_every_n_layers=2)
-
-
-def jetmoe() -> Any:
-    return transformers.JetMoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8,
-        intermediate_size=48, max_position_embeddings=64, num_local_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
-
-
-def doge() -> Any:
-    return transformers.DogeConfig(**{n: s for n, s in SIZES.items() if n != "head_dim"}, keep_window_size=64)
-
-
-@NAMES
-@pytest.mark.parametrize(
-    ("cls", "config"),
-    [("AfmoeForCausalLM", afmoe), ("JetMoeForCausalLM", jetmoe), ("DogeForCausalLM", doge)],
-)
-def test_models_that_view_the_result_or_edit_the_mask(
-    cls: str, config: Callable[[], Any], name: str, count: Callable[[], int]
-) -> None:
-    compare(cls, config(), name, padded())
-    assert count() > 0
-
-
-@NAMES
-def test_models_written_for_boolean_masks_get_them(name: str) -> None:
-    """Nemotron's encoder negates its mask, which hides what is to be hidden only if the mask is of booleans."""
-    config = transformers.NemotronAsrStreamingEncoderConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, num_mel_bins=16,
-        subsampling_conv_channels=8, sliding_window=5, default_num_lookahead_tokens=1,
-    )  # fmt: skip
-    sounds = torch.randn(2, 96, 16, generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(2, 96, dtype=torch.bool)
-    mask[0, 48:] = False
-    inputs = {"input_features": sounds, "attention_mask": mask}
-    expected = output(model_of("NemotronAsrStreamingEncoder", config, "sdpa"), inputs)
-    found = output(model_of("NemotronAsrStreamingEncoder", config, name), inputs)
-    assert torch.isfinite(expected[1]).all()
-    torch.testing.assert_close(found[0, :5], expected[0, :5], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
-
-
-def test_learned_queries_serve_every_example() -> None:
-    """Granite Speech has one row of queries for all its examples."""
-    _, k, v = drawn(3, 4, 12, 16)
-    q = drawn(1, 4, 5, 16)[0].requires_grad_()
-    out, _ = forward.attention_forward(torch.nn.Module(), q, k, v, None, is_causal=False)
-    torch.testing.assert_close(out.transpose(1, 2), tw.attention(q.expand(3, -1, -1, -1), k, v))
-    out.sum().backward()
-    assert q.grad is not None
-    assert q.grad.shape == q.shape
-
-
 @pytest.mark.parametrize(
     "argument",
     [
@@ -463,23 +262,6 @@ def test_settings_of_generate_do_not_hide_a_request_for_weights() -> None:
     attend = ALL_ATTENTION_FUNCTIONS[NAME]
     with pytest.raises(tw.Unsupported, match="output_attentions"):
         attend(torch.nn.Module(), *drawn(1, 4, 12, 16), None, output_attentions=True)
-
-
-def test_the_decoder_of_diffusion_gemma_sees_past_the_window_that_it_passes() -> None:
-    text = {name: size for name, size in SIZES.items() if name != "tie_word_embeddings"} | {
-        "global_head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"],
-        "num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 16,
-    }  # fmt: skip
-    vision = {
-        "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": 4,
-    }  # fmt: skip
-    config = transformers.DiffusionGemmaConfig(text_config=text, vision_config=vision, canvas_length=4)
-    inputs = {"input_ids": tokens(2, 9), "decoder_input_ids": tokens(2, 4, seed=1)}
-    inputs["mm_token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-    compare("DiffusionGemmaForBlockDiffusion", config, NAME, inputs)
-    with pytest.raises(tw.Unsupported, match=r'a window of 6 under names .* use attn_implementation="tilewise"'):
-        output(model_of("DiffusionGemmaForBlockDiffusion", config, FLASH_NAME), inputs)
 
 
 def test_libraries_that_look_for_flash_functions_find_those_of_tilewise() -> None:

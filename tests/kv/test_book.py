@@ -9,11 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+import tilewise.kv.book
 import tilewise.kv.rows
-import tilewise.kv.written
 from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.kv import PageBook
 
@@ -235,7 +233,7 @@ def test_ten_thousand_operations_against_the_model(
     page_size: int, collide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if more pages were filled in a step than are entered into the index at once.
-    monkeypatch.setattr(tilewise.kv.written, "LEAST_AT_ONCE", 1 if collide else 64)
+    monkeypatch.setattr(tilewise.kv.book, "LEAST_AT_ONCE", 1 if collide else 64)
     monkeypatch.setattr(tilewise.kv.rows, "NOTED", 8)
     monkeypatch.setattr(tilewise.kv.rows, "SPREAD", 4)
     model = play(7 * page_size, 10_000, num_pages=40, page_size=page_size, sharing=True, collide=collide)
@@ -248,20 +246,6 @@ def test_ten_thousand_operations_against_the_model(
     assert stats.evictions > (20 if collide else 100)
     assert stats.hit_tokens > 0
     assert page_size == 1 or stats.copies > 100
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    num_pages=st.integers(1, 24),
-    page_size=st.integers(1, 5),
-    sharing=st.booleans(),
-    collide=st.booleans(),
-)
-def test_any_operations_against_the_model(
-    seed: int, num_pages: int, page_size: int, sharing: bool, collide: bool
-) -> None:
-    play(seed, 100, num_pages=num_pages, page_size=page_size, sharing=sharing, collide=collide)
 
 
 def test_the_paging_example_step_by_step() -> None:
@@ -333,50 +317,6 @@ def test_equal_prompts_of_one_step_end_up_on_the_same_pages() -> None:
     assert book.pages.available == 64
 
 
-def test_what_follows_a_page_that_was_given_back_is_found_again() -> None:
-    """The first of two equal prompts ends, and its pages are needed: the second one's answer stays reachable."""
-    book = PageBook(8, 2)
-    first, second = book.add([1, 2, 3]), book.add([1, 2, 3])
-    advance(book, [first, second])
-    advance(book, [second], tokens=[4])
-    book.free(first)
-    for token, length in ((9, 10), (8, 12)):
-        other = book.add([token] * length)
-        advance(book, [other])
-        book.free(other)
-    assert book.stats().evictions > 0
-    assert book.length(book.add([1, 2, 3, 4, 5])) == 4
-
-
-def test_pages_of_a_step_are_shared_only_once_they_are_written() -> None:
-    book = PageBook(16, 4)
-    first = book.add(range(9))
-    book.step([first])
-    waiting = book.add(range(9))
-    assert book.length(waiting) == 0
-    book.commit()
-    assert book.reuse(waiting) == 8
-    assert book.pages_of(waiting) == book.pages_of(first)[:2]
-
-
-def test_pages_that_wait_to_be_remembered_are_missed_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tilewise.kv.written, "LEAST_AT_ONCE", 1)
-    book = PageBook(12, 4)
-    requests = [book.add([*range(16), n]) for n in range(2)]
-    advance(book, requests)
-    # Four of the ten pages are spares, which come back as soon as they are needed.
-    assert len(book.index) == 1
-    other = book.add([9] * 20)
-    assert book.available_pages() == 6
-    advance(book, [other])
-    assert book.length(book.add([*range(16), 3])) == 16
-    book = PageBook(11, 4)
-    requests = [book.add([*range(16), n]) for n in range(2)]
-    advance(book, requests)
-    advance(book, requests, [5, 5])
-    assert book.stats().pages_held == 4 + 2 + 2
-
-
 def test_freed_prefixes_are_found_until_their_pages_are_needed() -> None:
     book = PageBook(4, 4)
     first = book.add(range(9))
@@ -433,26 +373,6 @@ def test_a_fork_copies_the_page_it_writes_to() -> None:
     assert book.pages_of(parent)[1] != book.pages_of(child)[1] == 1
     assert book.stats().copies == 1
     assert advance(book, [parent, child]).copies == []
-
-
-def test_rows_are_kept_and_their_number_is_a_limit() -> None:
-    book = PageBook(64, 4, max_seqlen=20, max_requests=3)
-    table = book.table
-    assert table.shape == (3, 5)
-    requests = [book.add([n, *range(6)]) for n in range(3)]
-    rows = [book.row(request) for request in requests]
-    with pytest.raises(InvalidProblem, match="requests: expected at most max_requests = 3 at a time, got 4"):
-        book.add([1])
-    with pytest.raises(InvalidProblem, match="requests: expected at most max_requests = 3"):
-        book.fork(requests[0])
-    advance(book, requests)
-    for _ in range(13):
-        advance(book, requests)
-    book.free(requests[1])
-    assert book.row(book.add([5])) == rows[1]
-    assert [book.row(requests[n]) for n in (0, 2)] == [rows[0], rows[2]]
-    # Whoever keeps a view of the table sees what is in it.
-    assert book.table is table
 
 
 BAD: dict[str, tuple[Callable[[PageBook, int], object], str]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import cascade
-from tilewise.kv.tables import HostTables, StagedTables, Tables
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 24, 2
 Rows = tuple[Tensor, Tensor]
@@ -210,139 +208,6 @@ def test_what_cannot_be_shared_is_computed_as_ever(flags: dict[str, Any]) -> Non
     shadow.check(requests, shadow.step(requests, dict.fromkeys(requests, 8)), **flags)
 
 
-def test_the_mirror_on_a_device_follows_the_host() -> None:
-    shadow, requests = shared_batch()
-    cache = shadow.cache
-    mirror = StagedTables(cache.book, cache.device)
-    steps: list[tuple[list[int], dict[int, int]]] = [
-        (requests[:4], dict.fromkeys(requests[:4], 1)),
-        (requests[3::-1], dict.fromkeys(requests[:4], 2)),
-        ([requests[1], shadow.add([7] * 40)], {requests[1]: 5}),
-        *(([shadow.fork(requests[0]), requests[0]], {}) for _ in range(20)),
-    ]
-    cache.free(requests.pop())
-    for batch, ids in steps:
-        shadow.step(batch, ids)
-        step = cache._step
-        assert step is not None
-        mine, theirs = cache._batch, mirror.batch(step)
-        assert mine is not None
-        columns = -(-int(cache.seqlens().max()) // 16)
-        assert torch.equal(mine.block_table[:, :columns], theirs.block_table[:, :columns])
-        for name in ("seqlens_k", "cu_seqlens_q", "slots"):
-            a, b = getattr(mine, name), getattr(theirs, name)
-            assert (a is None and b is None) or (torch.equal(a, b) and a.dtype == b.dtype)
-        shared = cache.shared_prefix()
-        if shared is not None:
-            groups = tw_groups(cache)
-            for a, b in zip(shared, mirror.shared(step, groups), strict=True):
-                assert torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-
-
-def test_a_gathered_table_is_not_kept_past_a_fixed_step() -> None:
-    cache = tw.PagedKVCache(
-        16, 2, 1, 1, 4, dtype=torch.float32, device="cpu", max_requests=2, max_seqlen=16, prefix_sharing=False
-    )
-    cache._tables = StagedTables(cache.book, cache.device)
-    requests = [cache.add([n] * 4) for n in range(2)]
-    for number in range(10):
-        rows = cache.step(requests, fixed=number % 2 == 1)
-        cache.append(*torch.zeros(2, rows, 1, 4).unbind())
-        columns = -(-cache.length(requests[0]) // 2)
-        assert cache.block_table()[:, :columns].tolist() == [cache.book.pages_of(request) for request in requests]
-
-
-def tw_groups(cache: tw.PagedKVCache) -> Any:
-    from tilewise.kv.groups import find_groups
-
-    assert cache._step is not None
-    return find_groups(cache.book.table, cache._step.rows, cache._step.before // cache.book.page_size)
-
-
-def random_step(shadow: Shadow, rng: random.Random, live: list[int]) -> bool:
-    """Chunks of prompts and single tokens of some requests, checked; False if the pages did not suffice."""
-    cache = shadow.cache
-    batch = [r for r in rng.sample(live, min(len(live), 8)) if cache.pending(r) or cache.length(r) < 12 * PAGE]
-    counts = [rng.randint(1, max(1, cache.pending(request))) for request in batch]
-    ids = {request: rng.randrange(2) for request in batch if not cache.pending(request)}
-    known = {request: list(shadow.tokens[request]) for request in batch}
-    try:
-        shadow.step(batch, ids, counts=counts)
-    except tw.OutOfPages:
-        shadow.tokens |= known
-        return False
-    if batch:
-        q = torch.randn(sum(counts), HEADS, DIM)
-        for layer in range(LAYERS):
-            rows = [shadow.rows(request, layer) for request in batch]
-            dense, _ = dense_attention(q, rows, counts, torch.float32)
-            torch.testing.assert_close(cache.attention(q, layer=layer), dense)
-    return True
-
-
-PAGE = 3
-
-
-def offend(cache: tw.PagedKVCache, finished: int) -> None:
-    """What every moment of a cache's life refuses, without a change to its books, its tables or its pages."""
-    step = cache._running()
-    seen = cache.stats(), cache.k.clone(), cache.v.clone(), *(t.clone() for t in step if t is not None)
-    q, pages = torch.zeros(len(step.slots), HEADS, DIM), cache.pages()
-    calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: cache.free(finished), "which is finished"),
-        (lambda: cache.step([finished]), "which is finished|every layer of the step before appended"),
-        (lambda: cache.step([10**6]), "request: expected|every layer of the step before appended"),
-        (lambda: cache.append(q[1:], q[1:]), "k: expected shape|all finished"),
-        (lambda: tw.attention_paged(q, *pages, step.block_table.to("meta"), step.seqlens_k), "block_table: expected"),
-        (lambda: tw.attention_paged(q, *pages, step.block_table, step.seqlens_k.to("meta")), "seqlens_k: expected"),
-    ]
-    for call, message in calls:
-        with pytest.raises(tw.InvalidProblem, match=message):
-            call()
-    now = cache.stats(), cache.k, cache.v, *(t for t in cache._running() if t is not None)
-    for before, after in zip(seen, now, strict=True):
-        if isinstance(before, Tensor) and isinstance(after, Tensor):
-            torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert after == before
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("tables", [HostTables, StagedTables])
-def test_random_lives_equal_dense_attention(tables: type[Tables]) -> None:
-    """Forks, truncated requests, equal prompts and evictions: every layer's pages hold what their requests wrote."""
-    rng, shadow = random.Random(1), Shadow(PAGE, torch.float32, num_pages=40, max_seqlen=12 * PAGE)
-    cache, shared = shadow.cache, 0
-    cache._tables = tables(cache.book, cache.device)
-    finished = shadow.add([0])
-    shadow.step([finished])
-    cache.free(finished)
-    del shadow.tokens[finished]
-    for number in range(80):
-        if number % 4 == 0:
-            offend(cache, finished)
-        live, choice = list(shadow.tokens), rng.random()
-        request = rng.choice(live) if live else shadow.add([0])
-        if choice < 0.2:
-            shadow.add([rng.randrange(2) for _ in range(rng.randint(1, 6 * PAGE))])
-        elif choice < 0.3:
-            shadow.fork(request)
-        elif choice < 0.36:
-            length = rng.randint(0, cache.length(request))
-            cache.truncate(request, length)
-            del shadow.tokens[request][length:]
-        elif choice < 0.5 or not random_step(shadow, rng, list(shadow.tokens)):
-            cache.free(request)
-            del shadow.tokens[request]
-        else:
-            shared += cache.shared_prefix() is not None
-    for request in shadow.tokens:
-        cache.free(request)
-    stats = cache.stats()
-    assert cache.available_pages() == stats.num_pages
-    assert min(shared, stats.copies, stats.evictions, stats.hit_tokens) > 0
-
-
 def rows_of(count: int, dim: int = DIM, **options: Any) -> Tensor:
     return torch.zeros(count, KV_HEADS, dim, **options)
 
@@ -351,18 +216,6 @@ def rows_of(count: int, dim: int = DIM, **options: Any) -> Tensor:
 def test_heads_that_nobody_attends_are_refused_at_once(wide: dict[str, Any]) -> None:
     with pytest.raises(tw.InvalidProblem, match=r"head_dim(_v)?: expected at most 512, got 513"):
         tw.PagedKVCache(4, 4, 1, 1, dtype=torch.float32, device="cpu", **wide)
-
-
-def test_steps_take_lists_of_requests_and_ids_in_tensors() -> None:
-    cache = tw.PagedKVCache(4, 4, 1, 1, 8, dtype=torch.float32, device="cpu")
-    request = cache.add([1, 2, 3])
-    with pytest.raises(tw.InvalidProblem, match="requests: expected a list of request numbers, got 0"):
-        cache.step(cast("Any", request))
-    cache.step([request])
-    cache.append(torch.ones(3, 1, 8), torch.ones(3, 1, 8))
-    with pytest.raises(tw.InvalidProblem, match="length: expected an integer between 0 and 3"):
-        cache.truncate(request, cast("Any", 1.5))
-    assert cache.step([request], tokens=torch.tensor([4])) == 1
 
 
 BAD: dict[str, tuple[Callable[[tw.PagedKVCache], object], str]] = {
@@ -447,28 +300,6 @@ def test_nothing_is_appended_to_a_step_whose_requests_are_finished() -> None:
     shadow.cache.free(other)
     with pytest.raises(tw.InvalidProblem, match="step: expected a step with a request that goes on"):
         shadow.cache.append(rows_of(5), rows_of(5, DIM_V), layer=0)
-
-
-def test_a_device_that_fails_in_a_step_leaves_no_unwritten_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables could not be sent: the step's requests can only be freed, and the mirror catches up."""
-    shadow = Shadow(4, torch.float32)
-    cache = shadow.cache
-    mirror = StagedTables(cache.book, cache.device)
-    monkeypatch.setattr(cache, "_tables", mirror)
-    steady, doomed = shadow.add(list(range(6))), shadow.add(list(range(50, 55)))
-    shadow.step([steady, doomed])
-    with monkeypatch.context() as broken:
-        broken.setattr(mirror, "_send", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
-        with pytest.raises(RuntimeError, match="out of memory"):
-            cache.step([doomed], [8])
-    for call in (lambda: cache.step([steady]), cache.block_table, lambda: cache.fork(doomed)):
-        with pytest.raises(tw.InvalidProblem, match="step: expected"):
-            call()
-    child = shadow.fork(steady)
-    cache.free(doomed)
-    for _ in range(3):
-        shadow.check([steady, child], shadow.step([steady, child], {steady: 1, child: 2}), exact=False)
-        assert cache.block_table()[:, :2].tolist() == [cache.book.pages_of(r)[:2] for r in (steady, child)]
 
 
 def test_out_of_pages_leaves_everything_as_it_was() -> None:

@@ -205,14 +205,6 @@ def test_what_is_in_force_is_followed(name: str, hinted: bool) -> None:
     judge(hinted, lambda _: None, AROUND[name])
 
 
-@pytest.mark.parametrize("name", ["a row twice", "rows elsewhere", "rows of floats", "groups without a name"])
-def test_a_hint_that_does_not_pay_is_judged_like_one_that_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 1.0)
-    found = judge(True, CHANGES[name][0], contextlib.nullcontext)
-    assert isinstance(found, str)
-    assert found.startswith("InvalidProblem: shared_prefix.")
-
-
 def test_packed_calls_with_bounds_read_their_lengths_every_time() -> None:
     """Sequences of any lengths up to the bound, forward and backward, packed and paged."""
     make = torch.Generator().manual_seed(1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
-from tilewise import calls, cascade, validation
+from tilewise import cascade
 from tilewise.numerics import merge_partials
 
 BATCH, HEADS, KV_HEADS, DIM, SIZE, SHARED, OWN = 4, 4, 2, 16, 8, 3, 2
@@ -69,87 +69,6 @@ def test_fake_tensors_leave_nothing_behind() -> None:
             assert fake.attend(shared_prefix=fake.hint).shape == real.q.shape
             del mode
         torch.testing.assert_close(real.attend(shared_prefix=real.hint), real.attend())
-
-
-def test_a_call_that_cannot_be_bound_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, plain, tried = Call(), cascade.bound, list[Any]()
-
-    def watching(*args: Any, **options: Any) -> Any:
-        tried.append(plain(*args, **options))
-        return tried[-1]
-
-    monkeypatch.setattr(cascade, "bound", watching)
-    # The longest query is left for the contents to tell.
-    starts = torch.arange(BATCH + 1, dtype=torch.int32)
-    for _ in range(4):
-        apart = call.attend(shared_prefix=call.hint, causal=True, cu_seqlens_q=starts)
-        torch.testing.assert_close(apart, call.attend(causal=True))
-    assert tried == [None]
-
-
-@pytest.mark.parametrize("hinted", [True, False], ids=["shared", "plain"])
-def test_a_call_seen_before_is_judged_by_its_contents_alone(hinted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = Call()
-
-    def attend() -> Tensor:
-        return call.attend(shared_prefix=call.hint) if hinted else call.attend()
-
-    attend()
-    judged, plain = list[str](), validation.problem_of
-
-    def watching(kind: Any, operands: Any, flags: Any) -> Any:
-        judged.append(flags.backend)
-        return plain(kind, operands, flags)
-
-    monkeypatch.setattr(validation, "problem_of", watching)
-    for _ in range(3):
-        # As in decoding: every sequence has one key more, in the same pages.
-        call.lengths.add_(1)
-        call.hint.own_seqlens.add_(1)
-        exact = tw.attention_paged(call.q, call.k, call.v, call.table, call.lengths, backend="reference")
-        torch.testing.assert_close(attend(), exact)
-    assert "auto" not in judged
-    (call.hint.own_seqlens if hinted else call.lengths)[2] = 99
-    with pytest.raises(tw.InvalidProblem, match="99 at sequence 2"):
-        attend()
-
-
-CHANGED: dict[str, tuple[str, int, str]] = {
-    "a page of the prefix": ("block_table", 999, "block_table: expected page numbers below"),
-    "a page of its own": ("own_table", -5, "block_table: expected page numbers below"),
-    "keys of the prefix": ("seqlens_k", 999, "seqlens_k: expected lengths between 0 and"),
-    "totals": ("cu_seqlens_q", 9, "shared_prefix.cu_seqlens_q: expected 2 running totals up to 4"),
-    "a row twice": ("rows", 0, "shared_prefix.rows: expected distinct rows"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGED)
-def test_contents_that_change_in_place_are_judged_anew(name: str) -> None:
-    call = Call()
-    hint = call.hint._replace(rows=torch.arange(BATCH))
-    for _ in range(2):
-        torch.testing.assert_close(call.attend(shared_prefix=hint), call.attend())
-    field, value, message = CHANGED[name]
-    getattr(hint, field).view(-1)[-1] = value
-    with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
-        call.attend(shared_prefix=hint)
-
-
-def test_groups_drive_no_other_calls_out() -> None:
-    """They change from step to step, the flags do not."""
-    call = Call()
-    want = call.attend()
-    call.attend(shared_prefix=call.hint)
-    families = calls._family.cache_info().currsize
-    for keys in range(8, SHARED * SIZE + 1, 8):
-        group = cascade.Group(BATCH, BATCH, keys)
-        hint = cascade.SharedPrefix(
-            (group,), call.hint.block_table, torch.tensor([keys], dtype=torch.int32), call.hint.cu_seqlens_q, None,
-            call.table[:, keys // SIZE :].contiguous(), call.lengths - keys,
-        )  # fmt: skip
-        for _ in range(2):
-            torch.testing.assert_close(call.attend(shared_prefix=hint), want)
-    assert calls._family.cache_info().currsize == families
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import tilewise as tw
-import tilewise.kv.written
+import tilewise.kv.book
 from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.kv import PageBook
-from tilewise.kv.tables import HostTables, StagedTables, Tables, round_columns
+from tilewise.kv.tables import HostTables, StagedTables, Tables
 
 PAGE = 4
 
@@ -133,21 +133,6 @@ def test_fixed_steps_have_the_same_tensors_every_time(tables: type[Tables]) -> N
     assert len(places) == 1
 
 
-@pytest.mark.parametrize("made_in", [False, True], ids=["grown", "made"])
-def test_a_mirror_of_inference_mode_serves_later_steps(made_in: bool) -> None:
-    with torch.inference_mode(made_in):
-        cache = tw.PagedKVCache(400, PAGE, 1, 1, 4, dtype=torch.float32, device="cpu")
-        tables = StagedTables(cache.book, cache.device)
-    with torch.inference_mode():
-        requests = [cache.add([n]) for n in range(60)]
-        tables.batch(cache.book.step(requests))
-    with torch.no_grad():
-        for _ in range(5):
-            made = tables.batch(cache.book.step(requests))
-    assert made.seqlens_k.tolist() == [6] * 60
-    assert made.block_table[0, :2].tolist() == cache.book.pages_of(requests[0])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float8_e4m3fn])
 def test_pages_made_in_inference_mode_serve_outside_of_it(dtype: torch.dtype) -> None:
     with torch.inference_mode():
@@ -159,47 +144,6 @@ def test_pages_made_in_inference_mode_serve_outside_of_it(dtype: torch.dtype) ->
     cache.append(*torch.ones(2, rows, 1, 16, dtype=source).unbind())
     assert cache.stats().copies == 1
     assert cache.book.length(request) == 6
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["", "entered when somebody asks"])
-def test_ids_are_known_after_many_steps(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than are noted, moved to their requests in between."""
-    if late:
-        monkeypatch.setattr(tilewise.kv.written, "LEAST_AT_ONCE", 0)
-    book = PageBook(400, PAGE)
-    requests = [book.add([n, n]) for n in range(2)]
-    first, second = ([n, n, *((3 + step) % modulus for step in range(700))] for n, modulus in ((0, 11), (1, 13)))
-    for step in range(700):
-        book.step(requests, tokens=None if step == 0 else [first[1 + step], second[1 + step]])
-        book.commit()
-    assert book.length(book.add([*second[:701], 0])) == 700
-    assert book.length(book.add([*first[:302], 20, 20, 20])) == 300
-    # A request that goes back far, into the middle of a page, and on by another way.
-    book.truncate(requests[0], 101)
-    for token in (7, 7, 7):
-        book.step(requests[:1], tokens=[token])
-        book.commit()
-    assert book.length(book.add([*first[:101], 7, 7, 7, 0])) == 104
-
-
-def test_an_id_behind_an_unknown_one_says_nothing() -> None:
-    book = PageBook(60, 2)
-    request = book.add([1, 2])
-    for tokens in (None, [3], [4], [None], [6], [7], [8]):
-        book.step([request], tokens=tokens)
-        book.commit()
-    assert book.length(book.add([1, 2, 3, 4, 0, 6, 7, 8, 9])) == 4
-    # What is left after a cut is known again.
-    book = PageBook(60, 4)
-    request = book.add([1])
-    for tokens in (None, [None]):
-        book.step([request], tokens=tokens)
-        book.commit()
-    book.truncate(request, 1)
-    for token in (2, 3, 4, 5):
-        book.step([request], tokens=[token])
-        book.commit()
-    assert book.length(book.add([1, 2, 3, 4, 9])) == 4
 
 
 def test_what_a_decoding_batch_cannot_have_changes_nothing() -> None:
@@ -258,28 +202,6 @@ def test_what_is_no_step_is_named(name: str, fixed: bool) -> None:
             cache.step(requests, fixed=fixed, **options)
 
 
-@pytest.mark.parametrize("integer", [int, np.int64, torch.tensor])
-def test_integers_of_numpy_and_torch_are_integers(integer: Any) -> None:
-    cache = cache_of(HostTables)
-    request, rows = cache.add([1] * 6), torch.zeros(6, 1, 4)
-    cache.step([request])
-    cache.append(rows, rows, layer=integer(0))
-    assert cache.attention(rows, layer=integer(0)).shape == rows.shape
-    assert cache.pages(integer(0))[0].shape == (400, PAGE, 1, 4)
-    cache.truncate(request, integer(5))
-    assert cache.length(request) == 5
-    with pytest.raises(InvalidProblem, match="length: expected an integer between 0 and 5"):
-        cache.truncate(request, integer(6))
-    with pytest.raises(InvalidProblem, match="layer: expected an integer between 0 and 0"):
-        cache.pages(integer(1))
-
-
-def test_tables_ask_for_few_different_sizes() -> None:
-    sizes = [round_columns(columns) for columns in range(1, 1025)]
-    assert len(set(sizes)) == 36
-    assert all(columns <= size < 1.25 * columns for columns, size in enumerate(sizes, 1))
-
-
 def test_rows_of_any_layout_are_written_and_nothing_else() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         cache = tw.PagedKVCache(40, 5, 1, 3, 7, dtype=dtype, device="cpu", head_dim_v=9)
@@ -306,16 +228,6 @@ def test_sizes_are_integers_of_at_least_one() -> None:
     for wrong in bad:
         with pytest.raises(InvalidProblem, match="num_pages: expected an integer of at least 1"):
             tw.PagedKVCache(wrong, 4, 1, 1, 8, dtype=torch.float32, device="cpu")
-
-
-@pytest.mark.parametrize("ones", [[1, 1], (1, 1), np.ones(2, np.int64)], ids=["list", "tuple", "array"])
-def test_ones_take_the_short_way_however_they_are_written(ones: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = cache_of(HostTables)
-    requests = [cache.add([1]), cache.add([2])]
-    run(cache, requests)
-    monkeypatch.delattr(PageBook, "_counted")
-    run(cache, requests, counts=ones)
-    assert cache.length(requests[0]) == 2
 
 
 def test_rows_that_are_not_dense_are_refused() -> None:

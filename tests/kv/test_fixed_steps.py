@@ -98,17 +98,6 @@ def test_a_fixed_batch_while_requests_grow_come_and_go(tables: type[Tables]) -> 
     assert min(cache.length(request) for request in (b, c, d, e)) > 2 * PAGE
 
 
-def test_everybody_may_rest() -> None:
-    served = Served(HostTables)
-    cache = served.cache
-    assert cache.step([], fixed=True) == SEATS
-    for layer in range(LAYERS):
-        cache.append(*torch.zeros(2, SEATS, KV_HEADS, DIM).unbind(), layer=layer)
-        assert not cache.attention(torch.zeros(SEATS, HEADS, DIM), layer=layer).any()
-    assert bool(cache.k.isnan().all())
-    assert bool(cache.v.isnan().all())
-
-
 def test_a_replayed_step_is_marked_as_written() -> None:
     served = Served(HostTables)
     cache = served.cache

@@ -158,18 +158,6 @@ def test_values_keep_all_their_bits_when_a_scale_grows() -> None:
     assert torch.equal(steps, (small / (scale * 2.0**-9)).round())
 
 
-def test_a_cache_of_twice_the_tokens_in_the_same_memory() -> None:
-    bf16, fp8 = (
-        tw.PagedKVCache(count, 64, 2, 2, 128, dtype=dtype, device="cpu")
-        for count, dtype in ((100, torch.bfloat16), (200, torch.float8_e4m3fn))
-    )
-    assert fp8.nbytes <= 1.001 * bf16.nbytes
-    assert bf16.nbytes == 2 * 2 * 100 * 64 * 2 * 128 * 2
-    requests = [fp8.add([n] * 64 * 20) for n in range(10)]
-    fp8.append(*torch.zeros(2, fp8.step(requests), 2, 128).unbind())
-    assert fp8.stats().tokens_stored == 200 * 64
-
-
 def test_refusals() -> None:
     small = make()
     request = small.add([1])

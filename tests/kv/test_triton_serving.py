@@ -41,27 +41,26 @@ def test_the_kernels_compile_without_a_gpu_and_move_16_bytes_a_thread(device: st
 
     k, pages = torch.zeros(256, 8, 128).bfloat16(), torch.zeros(4, 64, 8, 128).bfloat16()
     slots, lse, rows = torch.zeros(256, dtype=torch.int64), torch.zeros(8, 256), torch.zeros(64, dtype=torch.int64)
-    write = serving.write_call((256, 8, 128, 128, 64), raw_views((k, k, pages, pages, slots)))
+    (write,) = serving.write_calls((256, 8, 128, 128, 64), raw_views((k, k, pages, pages, slots)))
     ptx = compilation.compile_call(write, devices.named(device), -1).asm["ptx"]
     assert ptx.count("ld.global.v4") == ptx.count("st.global.v4") == 2
     for named in (None, rows):
-        merge = serving.merge_call((64, 8, 128), raw_views((k, lse, k[:64], lse[:, :64].contiguous(), named)))
+        (merge,) = serving.merge_calls((64, 8, 128), raw_views((k, lse, k[:64], lse[:, :64].contiguous(), named)))
         assert compilation.compile_call(merge, devices.named(device), -1).asm["ptx"]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
-@pytest.mark.parametrize("device", ["h200", "a100"])
-@pytest.mark.parametrize(("rows", "page_size"), [(256, 1), (4096, 64), (256, 256)])
+@pytest.mark.parametrize(("device", "rows", "page_size"), [("h200", 4096, 64), ("a100", 256, 1), ("h200", 256, 256)])
 def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int, page_size: int) -> None:
     from tilewise.backends.gpu import compilation
     from tilewise.backends.gpu.launching import raw_views
-    from tilewise.backends.triton.quantised_rows import append_call
+    from tilewise.backends.triton.serving import append_calls
 
     spec = devices.named(device)
     new, pages = torch.zeros(rows, 8, 128).bfloat16(), torch.zeros(4, page_size, 8, 128).to(torch.float8_e4m3fn)
     scale, slots = torch.zeros(4, 8), torch.zeros(rows, dtype=torch.int64)
     views = raw_views((new, new, pages, pages, scale, scale, slots))
-    call = append_call((rows, 8, 128, 128, page_size), views, hardware=spec.has_fp8)
+    (call,) = append_calls((rows, 8, 128, 128, page_size, spec.has_fp8), views)
     ptx = compilation.compile_call(call, spec, -1).asm["ptx"]
     assert ("e4m3" in ptx) == spec.has_fp8
 
@@ -74,11 +73,12 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(
     page_size: int, prompts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages that start, go on, grow by 2^n or not at all, rows without slots, NaN, zeros, numbers below the floor."""
-    from tilewise.backends.triton import quantised_rows
+    from tilewise.backends.gpu import launching
+    from tilewise.backends.triton import serving
     from tilewise.kv.quantised import new_scales, write_quantised
 
-    monkeypatch.setattr(quantised_rows, "MANY_ROWS", 0 if prompts else 2048)
-    quantised_rows._prepared.cache_clear()
+    monkeypatch.setattr(serving, "MANY_ROWS", 0 if prompts else 2048)
+    launching._described.cache_clear()
     torch.manual_seed(2)
     dims, heads, num_pages = (24, 40), 2, 3 * -(-30 // page_size)
     mine, theirs = (
@@ -101,7 +101,7 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(
         rows[0] = rows[0].bfloat16()
         where = torch.tensor(slots)
         k_pages, v_pages = (t.view(torch.float8_e4m3fn) for t in mine)
-        quantised_rows.append_quantised(rows[0], rows[1], k_pages, v_pages, scales[0][0], scales[0][1], where)
+        serving.append_quantised(rows[0], rows[1], k_pages, v_pages, scales[0][0], scales[0][1], where)
         for new, pages, scale in zip(rows, theirs, scales[1], strict=True):
             write_quantised(new, pages.view(torch.float8_e4m3fn), scale, where)
         for a, b in zip((*mine, *scales[0]), (*theirs, *scales[1]), strict=True):
@@ -190,7 +190,7 @@ def life(page_size: int, dtype: torch.dtype) -> Iterator[Step]:
 
 
 @inside
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.exhaustive), 64])
 def test_prefill_chunks_and_decoding_of_the_paged_cache(page_size: int) -> None:
     for q, out, k, v, cu_q, cu_k in life(page_size, torch.float32):
         exact = tw.attention_varlen(q.double(), k.double(), v.double(), cu_q, cu_k, causal=True)
@@ -198,7 +198,7 @@ def test_prefill_chunks_and_decoding_of_the_paged_cache(page_size: int) -> None:
 
 
 @inside
-@pytest.mark.parametrize("page_size", [1, pytest.param(16, marks=pytest.mark.exhaustive), 128])
+@pytest.mark.parametrize("page_size", [16, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 128))])
 def test_pages_have_the_bits_of_packed_rows(page_size: int) -> None:
     """In fp16; in fp32 the last bits differ from pages of 64 on, in steps with decoding rows."""
     for q, out, k, v, cu_q, cu_k in life(page_size, torch.float16):

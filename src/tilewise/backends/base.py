@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from tilewise.device import DeviceSpec
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
 
 __all__ = [
@@ -22,10 +22,12 @@ __all__ = [
     "Bound",
     "Caching",
     "Compiling",
+    "Differentiating",
     "Explaining",
     "Prefixes",
     "Quantising",
     "Serving",
+    "TileMasking",
     "TileShape",
 ]
 
@@ -65,6 +67,44 @@ class Backend(Protocol):
         wanted: Wanted,
     ) -> Gradients:
         """Gradients of `sum(out * dout) + sum(lse * dlse)`, in the shapes and dtypes of the canonical operands."""
+
+
+@runtime_checkable
+class Differentiating(Protocol):
+    """A backend with the passes beyond the backward (docs/derivatives.md). It is asked by `supports` with
+    `problem.higher`.
+    """
+
+    name: str
+
+    def forward_tangent(
+        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out, lse, out', lse') along canonical tangents; a row without keys has out' = 0 and lse' = 0."""
+
+    def backward_twice(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        results: tuple[Tensor, Tensor, Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Gradients of `sum(out' * dout) + sum(lse' * dlse)` with respect to the operands, tangents held fixed;
+        `results` are those of `forward_tangent`.
+        """
+
+
+@runtime_checkable
+class TileMasking(Protocol):
+    """A backend that reads tile masks: operands `tiles` and `tile_bits` (see tilewise.tiles)."""
+
+    name: str
+
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        """How tiles that are empty are skipped, for reports."""
 
 
 class Bound(Protocol):

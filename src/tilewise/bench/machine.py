@@ -1,4 +1,4 @@
-"""The machine of a measurement: processor, GPU, memory, versions, driver and commit."""
+"""The machine of a measurement: processor, GPU, memory, versions and driver."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from tilewise import device
 from tilewise.version import __version__
 
-__all__ = ["commit", "installed_version", "machine", "versions"]
+__all__ = ["installed_version", "machine", "versions"]
 
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "flash-attn", "flash-attn-3", "flash-attn-4")
 
@@ -54,22 +53,11 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def commit() -> str | None:
-    """The commit of this source tree, with a + if the package differs from it; None outside a checkout."""
-    package = Path(__file__).parents[1]
-    head = _output("git", "-C", str(package), "rev-parse", "--short=12", "HEAD")
-    changed = _output("git", "-C", str(package), "status", "--porcelain", "--", str(package))
-    return head + "+" if head and changed else head
-
-
 def _driver() -> str | None:
-    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return found.splitlines()[0] if found else None
-
-
-def _output(*command: str) -> str | None:
+    command = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+    found = done.stdout.split("\n")[0].strip()
+    return found or None

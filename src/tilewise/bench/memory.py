@@ -11,42 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-__all__ = ["extra_memory", "memory_method", "peak_extra_memory", "torch_peak"]
+__all__ = ["memory_method", "peak_extra_memory", "torch_peak"]
 
 Run = Callable[[], object]
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # Linux: resets the high-water mark of resident memory.
 RESET_PEAK = "5"
-
-
-def extra_memory(call: Callable[[], Tensor], device: str) -> int:
-    """Bytes held at the peak of a call less what was held before and what its output takes.
-
-    On the CPU measured by `peak_extra_memory`; on the GPU by torch's allocator.
-    """
-    sizes: list[int] = []
-
-    def run() -> Tensor:
-        out = call()
-        sizes.append(out.numel() * out.element_size())
-        return out
-
-    peak = _allocated(run) if device == "cuda" else peak_extra_memory(run)
-    return max(0, peak - sizes[-1])
-
-
-def _allocated(run: Run) -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    result = run()
-    torch.cuda.synchronize()
-    del result
-    return torch.cuda.max_memory_allocated() - before
 
 
 def memory_method() -> str:

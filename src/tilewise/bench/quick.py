@@ -17,7 +17,7 @@ from tilewise.bench.timing import CpuClock, CudaClock, Entrant, describe, race, 
 from tilewise.errors import InvalidProblem
 from tilewise.testing.tolerances import ulp
 
-__all__ = ["Case", "Measured", "cases", "device_of", "run", "select", "threads_of"]
+__all__ = ["Case", "Measured", "cases", "device_of", "formula", "run", "select", "threads_of"]
 
 # Naive attention is left out beyond this: it would measure the allocator.
 MOST_SCORE_BYTES = 1 << 30
@@ -197,7 +197,7 @@ def _naive(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Call | None:
     slow = case.device == "cpu" and case.dtype != torch.float32
     if case.seqlens or slow or score_bytes > MOST_SCORE_BYTES:
         return None
-    return lambda: _formula(q, k, v, case.causal)
+    return lambda: formula(q, k, v, case.causal)
 
 
 IMPLEMENTATIONS: Mapping[str, Callable[[Case, Tensor, Tensor, Tensor], Call | None]] = {
@@ -207,13 +207,13 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Case, Tensor, Tensor, Tensor], Call | No
 }
 
 
-def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """softmax(q k^T / sqrt(d)) v with the whole score matrix."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    if q.shape[1] != k.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = (q * (1.0 / math.sqrt(q.shape[-1]))) @ k.mT
     if causal:
-        hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
-        s = s.masked_fill(hidden, -math.inf)
+        s.masked_fill_(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu_(1), -math.inf)
     return torch.softmax(s, -1) @ v
 
 
@@ -263,7 +263,7 @@ class _Check:
     def _by_formula(self, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         q, k, v, dout = (self._part(t).to(dtype) for t in tensors)
         q, k, v = (t.requires_grad_(self.case.backward) for t in (q, k, v))
-        return _computed(self.case, lambda: _formula(q, k, v, self.case.causal), (q, k, v), dout)
+        return _computed(self.case, lambda: formula(q, k, v, self.case.causal), (q, k, v), dout)
 
     def _part(self, tensor: Tensor) -> Tensor:
         """Heads first; a packed tensor has three dimensions, the longest sequence is its first."""

@@ -18,15 +18,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "HostClock", "Summary", "race", "summarise", "turns"]
+__all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "Summary", "race", "summarise", "turns"]
 
 Batch = Callable[[], object]
 
-# Minimum duration of a sample, by repeating the call: a clock tick or an event's latency is then under 0.5 %.
-SAMPLE_SECONDS = {"cpu": 10e-3, "cuda": 3e-3}
 MOST_CALLS = 1000
-# Minimum number of rounds: on a GPU twice five implementations, so that each has followed every other one twice.
-LEAST_ROUNDS = {"cpu": 5, "cuda": 10}
 MOST_ROUNDS, LEAST_SAMPLES = 60, 2
 # Written before each GPU sample; larger than any second-level cache (50 MB on Hopper, 126 MB on Blackwell).
 FLUSH_BYTES = 256 << 20
@@ -35,8 +31,9 @@ FLUSH_BYTES = 256 << 20
 class Clock:
     """Measures how long a batch of calls takes, in seconds; `lead_in` is an untimed call before."""
 
-    sample_seconds = SAMPLE_SECONDS["cpu"]
-    least_rounds = LEAST_ROUNDS["cpu"]
+    # A call is repeated until a sample takes so long: a clock tick or an event's latency is then under 0.5 %.
+    sample_seconds = 10e-3
+    least_rounds = 5
 
     def __call__(self, batch: Batch, lead_in: Batch) -> float:
         """Run the batch once."""
@@ -60,8 +57,9 @@ class CudaClock(Clock):
     hides the host's work, a short one does not.
     """
 
-    sample_seconds = SAMPLE_SECONDS["cuda"]
-    least_rounds = LEAST_ROUNDS["cuda"]
+    sample_seconds = 3e-3
+    # Twice five implementations, so that each has followed every other one twice.
+    least_rounds = 10
 
     def __init__(self) -> None:
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -76,21 +74,6 @@ class CudaClock(Clock):
         stop.record()
         stop.synchronize()
         return float(start.elapsed_time(stop)) * 1e-3
-
-
-class HostClock(Clock):
-    """The host time of a call, without waiting for the device. A sample fits the device's launch queue."""
-
-    sample_seconds = SAMPLE_SECONDS["cuda"]
-
-    def __call__(self, batch: Batch, lead_in: Batch) -> float:  # noqa: ARG002 - the host starts from rest
-        """Run the batch once."""
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        batch()
-        seconds = time.perf_counter() - start
-        torch.cuda.synchronize()
-        return seconds
 
 
 @dataclass(slots=True)

@@ -55,10 +55,7 @@ def command(
     document = _document(found, used)
     if output is not None:
         outputs.write(output, text.dumps(document, indent=1, allow_nan=False) + "\n", "output")
-    if json:
-        print_json(document)
-    else:
-        _show(document, found)
+    print_json(document) if json else _show(document, found)
 
 
 def _document(found: list[tuple[Case, list[Measured]]], threads: int) -> dict[str, Any]:
@@ -84,7 +81,9 @@ def _show(document: dict[str, Any], found: list[tuple[Case, list[Measured]]]) ->
         by_name = {m.implementation: m for m in measured}
         ours, theirs = by_name["tilewise"], by_name["torch"]
         cells = [_cell(m) for m in (ours, theirs, by_name.get("naive"))]
-        table.add_row(case.name, *cells, _rate(case, ours), _ratio(ours, theirs))
+        rate = "" if ours.rate is None else format_count(ours.rate, case.work[1])
+        ratio = f"{theirs.seconds / ours.seconds:.2f}x" if theirs.seconds and ours.seconds else ""
+        table.add_row(case.name, *cells, rate, ratio)
     console.print(table)
     for case, measured in found:
         for m in measured:
@@ -96,12 +95,3 @@ def _cell(measured: Measured | None) -> str:
     if measured is None or measured.seconds is None:
         return "" if measured is None else "[red]wrong[/]" if measured.error is not None else "[red]failed[/]"
     return format_seconds(measured.seconds)
-
-
-def _rate(case: Case, ours: Measured) -> str:
-    return "" if ours.rate is None else format_count(ours.rate, case.work[1])
-
-
-def _ratio(ours: Measured, theirs: Measured) -> str:
-    """The speed of tilewise relative to torch's attention."""
-    return "" if ours.seconds is None or theirs.seconds is None else f"{theirs.seconds / ours.seconds:.2f}x"

@@ -16,7 +16,7 @@ from tilewise import figures, outputs
 from tilewise.errors import InvalidProblem
 from tilewise.units import format_bytes
 
-__all__ = ["JsonOption", "Step", "cache_line", "check_plot", "print_error", "print_json", "progress"]
+__all__ = ["JsonOption", "Step", "cache_line", "check_plot", "print_error", "print_json", "progress", "write_plot"]
 
 JSON_KEY = "tilewise.json"
 
@@ -61,6 +61,12 @@ def check_plot(path: Path) -> None:
         raise InvalidProblem("plot", "a name that ends in .svg", str(path), "The picture is an SVG.")
     outputs.ensure_writable(path, "plot")
     figures.require()
+
+
+def write_plot(path: Path, picture: str) -> None:
+    """Write a picture, and say so on stderr."""
+    outputs.write(path, picture, "plot")
+    typer.echo(f"written: {path}", err=True)
 
 
 @contextlib.contextmanager

@@ -29,15 +29,12 @@ PACKAGES = ("torch", "numpy", "llvmlite", "triton")
 
 def command(*, json: JsonOption = False) -> None:
     """Show versions, devices, backends (available, or why not) and the settings in force."""
-    findings = diagnose()
-    if json:
-        print_json(findings)
-    else:
-        _show(findings)
+    print_json(diagnose()) if json else _show(diagnose())
 
 
 def diagnose() -> dict[str, Any]:
     """Everything the command shows, ready for JSON."""
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return {
         "versions": {
             "tilewise": __version__,
@@ -45,18 +42,13 @@ def diagnose() -> dict[str, Any]:
             **{name: installed_version(name) for name in PACKAGES},
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
-        "devices": [_device(spec, where) for spec, where in _devices()],
+        "devices": [_device(device.measured_cpu(), torch.device("cpu")), *(_device(device.of(g), g) for g in gpus)],
         "backends": [_backend(status) for status in dispatch.statuses()],
         "settings": {
             name: value if value is None or isinstance(value, (bool, int, str)) else str(value)
             for name, value in dataclasses.asdict(settings.current()).items()
         },
     }
-
-
-def _devices() -> list[tuple[DeviceSpec, torch.device]]:
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [(device.measured_cpu(), torch.device("cpu")), *((device.of(gpu), gpu) for gpu in gpus)]
 
 
 def _device(spec: DeviceSpec, where: torch.device) -> dict[str, Any]:
@@ -77,9 +69,7 @@ def _device(spec: DeviceSpec, where: torch.device) -> dict[str, Any]:
 
 
 def _backend(status: dispatch.Status) -> dict[str, Any]:
-    """Name, availability, and, if the backend reports them, its compiler, its kernel cache and how it launches
-    kernels.
-    """
+    """Name, availability, and what the backend reports of its compiler, its kernel cache and its launches."""
     backend, runs = dispatch.load(status.name), status.reason is None
     compiling = backend if runs and isinstance(backend, Compiling) else None
     caching = backend if runs and isinstance(backend, Caching) else None
@@ -95,10 +85,12 @@ def _backend(status: dispatch.Status) -> dict[str, Any]:
 
 def _show(findings: dict[str, Any]) -> None:
     console = Console(highlight=False)
+    values = findings["settings"].items()
+    in_force = {name: "[dim]default[/]" if value is None else escape(str(value)) for name, value in values}
     _section(console, "versions", {n: v or "[yellow]not installed[/]" for n, v in findings["versions"].items()})
     _section(console, "devices", {found["device"]: _device_line(found) for found in findings["devices"]})
     _section(console, "backends, in order of preference", {b["name"]: _backend_line(b) for b in findings["backends"]})
-    _section(console, "settings in force", {name: _setting_line(v) for name, v in findings["settings"].items()})
+    _section(console, "settings in force", in_force)
 
 
 def _section(console: Console, title: str, lines: dict[str, str]) -> None:
@@ -108,10 +100,6 @@ def _section(console: Console, title: str, lines: dict[str, str]) -> None:
     for name, line in lines.items():
         table.add_row(f"  {name}", line)
     console.print(f"[bold]{title}[/]", table, "", sep="\n")
-
-
-def _setting_line(value: object) -> str:
-    return "[dim]default[/]" if value is None else escape(str(value))
 
 
 def _device_line(found: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from tilewise.cli.console import JsonOption, check_plot, print_json
 from tilewise.device import DEVICES
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Window
-from tilewise.plan import Plan, explain
+from tilewise.plan import explain
 from tilewise.plan.plots import write_plot
 
 __all__ = ["EXAMPLE", "command"]
@@ -90,8 +90,13 @@ def command(
     widths = head_dim, head_dim_v or head_dim
     tensors: dict[str, Any]
     if context_parallel is not None:
-        sizes = (context_parallel, keys, batch, heads, shared, *widths)
-        _show_forecast(sizes, like, causal=causal, window=window, device=device, link=link, json=json)
+        # torch.distributed is slow to import.
+        from tilewise.distributed.scaling import Scenario, forecast
+
+        sizes = (context_parallel, keys, batch, heads, shared, *widths, like.itemsize)
+        scenario = Scenario(*sizes, causal=causal, window=_window(window) or (None, None))
+        prediction = forecast(scenario, device=device or "h200", link=link, dtype=like)
+        print_json(prediction.to_dict()) if json else typer.echo(str(prediction))
         return
     if page_size is None:
         q = _meta(batch, heads, queries, head_dim, dtype=like)
@@ -114,7 +119,9 @@ def command(
         backend=backend,
         device=device,
     )
-    _show(plan, tiles=tiles, json=json)
+    print_json(plan.to_dict()) if json else typer.echo(str(plan))
+    if tiles and not json:
+        typer.echo(f"\n{plan.advice.table()}")
     if plot is not None:
         write_plot(plan, plot)
         typer.echo(f"written: {plot}", err=True)
@@ -130,35 +137,6 @@ def _check_together(ranks: int | None, along: dict[str, bool], alone: dict[str, 
     if given:
         fix = "Leave it out: the forecast has no part for it."
         raise InvalidProblem(given[0], "nothing of it beside --context-parallel", "both", fix)
-
-
-def _show(plan: Plan, *, tiles: bool, json: bool) -> None:
-    if json:
-        print_json(plan.to_dict())
-        return
-    typer.echo(str(plan))
-    if tiles:
-        typer.echo(f"\n{plan.advice.table()}")
-
-
-def _show_forecast(
-    sizes: tuple[int, int, int, int, int, int, int],
-    dtype: torch.dtype,
-    *,
-    causal: bool,
-    window: str | None,
-    device: str | None,
-    link: str | None,
-    json: bool,
-) -> None:
-    """The cost of a sequence over several devices; the sizes are the first of a `Scenario`."""
-    # torch.distributed is slow to import.
-    from tilewise.distributed.forecast import forecast
-    from tilewise.distributed.scaling import Scenario
-
-    scenario = Scenario(*sizes, dtype.itemsize, causal, _window(window) or (None, None))
-    prediction = forecast(scenario, device=device or "h200", link=link, dtype=dtype)
-    print_json(prediction.to_dict()) if json else typer.echo(str(prediction))
 
 
 def length(text: str | int) -> int:

@@ -24,12 +24,8 @@ def command(
     *,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0: any free one.")] = 8421,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open a browser.")] = False,
-    export: Annotated[
-        Path | None, typer.Option(help="Write the explorer to this HTML file instead; it works offline.")
-    ] = None,
-    chapter: Annotated[
-        str | None, typer.Option(help="Open this chapter of the lesson, such as online-softmax; export only it.")
-    ] = None,
+    export: Annotated[Path | None, typer.Option(help="Write an HTML file that works offline instead.")] = None,
+    chapter: Annotated[str | None, typer.Option(help="Open, or export only, this chapter: online-softmax.")] = None,
     json: JsonOption = False,
 ) -> None:
     """A lesson on attention in a browser: a tour in ten chapters, benches to play with, and your own problem.
@@ -39,10 +35,7 @@ def command(
     if chapter is not None and chapter not in chapter_names():
         names = ", ".join(chapter_names())
         raise InvalidProblem("--chapter", f"one of {names}", chapter, "Name a chapter of the lesson.")
-    if export is not None:
-        _export(export, chapter, json)
-    else:
-        _serve(port, chapter, no_browser, json)
+    _serve(port, chapter, no_browser, json) if export is None else _export(export, chapter, json)
 
 
 def _export(target: Path, chapter: str | None, json: bool) -> None:

@@ -34,18 +34,11 @@ def command(*, device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = N
     gpu = _gpu(device)
     with progress(None) as step:
         filled = [_filled(status, device, gpu, step) for status in dispatch.statuses()]
-    if json:
-        print_json({"backends": filled})
-    else:
-        for found in filled:
-            typer.echo(_line(found))
+    print_json({"backends": filled}) if json else typer.echo("\n".join(map(_line, filled)))
     # A cache that stays incomplete would make every later process compile again.
-    if any(found["failed"] or not _is_full(found["cache"]) for found in filled):
+    caches = [found["cache"] for found in filled if found["cache"] is not None]
+    if any(found["failed"] for found in filled) or any(c["entries"] < c["entries_when_full"] for c in caches):
         raise typer.Exit(1)
-
-
-def _is_full(cache: dict[str, Any] | None) -> bool:
-    return cache is None or cache["entries"] >= cache["entries_when_full"]
 
 
 def _gpu(name: str | None) -> DeviceSpec | None:
@@ -84,8 +77,8 @@ def fill_for_gpu(name: str, gpu: DeviceSpec, step: Step) -> dict[str, Any]:
     """Compile the kernels of the common problems that a backend gets on a GPU, which need not be present."""
     if (missing := releases.missing()) is not None:
         return _skipped(name, missing)
-    common = importlib.import_module("tilewise.backends.gpu.warmup").common_problems()
-    mine = [(label, problem) for label, problem in common if _runs(name, problem, gpu)]
+    kernels = importlib.import_module("tilewise.backends.gpu.warmup")
+    mine = [(label, problem) for label, problem in kernels.common_problems() if _runs(name, problem, gpu)]
     if not mine:
         return _skipped(name, f"serves none of the common problems on {gpu.name}")
     compiling = ""
@@ -96,7 +89,7 @@ def fill_for_gpu(name: str, gpu: DeviceSpec, step: Step) -> dict[str, Any]:
         step(f"{name}: {what} ({done + 1} of {total})")
 
     try:
-        state = importlib.import_module("tilewise.backends.gpu.warmup").warmup(name, mine, gpu, told)
+        state = kernels.warmup(name, mine, gpu, told)
     except Exception as error:  # any error of a compiler: the other caches are still filled
         first = (str(error).strip() or "no reason given").splitlines()[0]
         reason = f"triton {releases.installed()} could not compile {compiling}: {type(error).__name__}: {first}"

@@ -33,9 +33,7 @@ FAILED = "arguments"
 
 @functools.cache
 def _agreed() -> WeakKeyDictionary[Group, OrderedDict[int, None]]:
-    """The digests each group has agreed on. Weak references, because a group that outlives the interpreter's end aborts
-    the process.
-    """
+    """The digests each group has agreed on. Weak: a group that outlives the interpreter aborts the process."""
     return WeakKeyDictionary()
 
 
@@ -92,10 +90,6 @@ def _difference(texts: list[Description]) -> InvalidProblem:
         for rank, table in enumerate(tables):
             values.setdefault(table.get(name, "nothing"), []).append(rank)
         if len(values) > 1:
-            got = ", ".join(f"{value} on rank {_ranks(ranks)}" for value, ranks in values.items())
+            got = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
             return InvalidProblem(name, "the same on every rank of the group", got, "Call with equal arguments.")
     return InvalidProblem(FAILED, "the same on every rank", "digests that differ", "Call with equal arguments.")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -111,11 +111,9 @@ def context_parallel_attention(
         raise validation.unexpected(context_parallel_attention, unknown)
     group = group_of(mesh_or_group)
     try:
-        tensors, settings = _judged(
-            q, k, v, group, method=method, sharding=sharding, cu_seqlens=cu_seqlens, seqlen=seqlen, seqlen_k=seqlen_k,
-            causal=causal, window=window, alibi_slopes=alibi_slopes, softcap=softcap, sinks=sinks, dropout=dropout,
-            seed=seed, scale=scale, layout=layout, deterministic=deterministic, backend=backend, return_lse=return_lse,
-        )  # fmt: skip
+        tensors = Tensors(q, k, v, alibi_slopes, sinks, None, cu_seqlens)
+        options = Options(causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
+        tensors, settings = _checked(tensors, seed, options, method, sharding, (seqlen, seqlen_k), group)
     except TilewiseError as error:
         refuse(error, group, getattr(q, "device", torch.device("cpu")))
     if settings.method == "heads":
@@ -128,86 +126,55 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-def _judged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Group,
-    *,
+def _checked(
+    tensors: Tensors,
+    seed: int | Tensor | None,
+    options: Options,
     method: str,
     sharding: str,
-    cu_seqlens: Tensor | None,
-    seqlen: int | None,
-    seqlen_k: int | None,
-    causal: bool,
-    window: Window | None,
-    alibi_slopes: Tensor | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout: float,
-    seed: int | Tensor | None,
-    scale: float | None,
-    layout: str,
-    deterministic: bool | None,
-    backend: str,
-    return_lse: bool,
+    lengths: tuple[int | None, int | None],
+    group: Group,
 ) -> tuple[Tensors, Settings]:
     """The arguments as the op takes them. Raises InvalidProblem."""
-    _check_choice("method", method)
-    _check_choice("sharding", sharding)
-    _check_length("seqlen", seqlen)
-    _check_length("seqlen_k", seqlen_k)
-    validation.require_tensors(q=q, k=k, v=v, alibi_slopes=alibi_slopes, sinks=sinks)
+    for name, value in (("method", method), ("sharding", sharding)):
+        if value not in CHOICES[name]:
+            expected = "one of " + ", ".join(map(repr, CHOICES[name]))
+            raise InvalidProblem(name, expected, repr(value), "Name one of them.")
+    length: Any
+    for name, length in zip(("seqlen", "seqlen_k"), lengths, strict=True):
+        is_count = isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool) and length >= 0
+        if length is not None and not is_count:
+            raise InvalidProblem(name, "None or an integer >= 0", repr(length), "It is the length without padding.")
+    q, k, v, slopes, sinks, _, cu_seqlens = tensors
+    validation.require_tensors(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks)
     if cu_seqlens is not None:
         validation.require_tensors(cu_seqlens=cu_seqlens)
-    derivatives.refuse_tangents((q, k, v, alibi_slopes, sinks))
+    derivatives.refuse_tangents((q, k, v, slopes, sinks))
     derivatives.refuse_tracing()
     q, k, v = validation.autocast(q, k, v)
     grads = [validation.any_needs_grad(t) for t in (q, k, v, sinks)]
-    options = Options(causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
     flags = validation.normalise(options, needs_grad=any(grads))
-    if dropout > 0.0 and seed is None:
+    if flags.dropout > 0.0 and seed is None:
         fix = "Every rank drops what one device would; draw a seed on one rank and broadcast it."
         raise InvalidProblem("seed", "an integer, the same on every rank, because dropout is on", None, fix)
-    _check_rank(q, packed=cu_seqlens is not None)
-    layout = layout if cu_seqlens is None else "packed"
-    tensors = Tensors(q, k, v, alibi_slopes, sinks, seed_tensor(seed, dropout), cu_seqlens)
+    rank, beside = (4, "without") if cu_seqlens is None else (3, "with")
+    if q.dim() != rank:
+        expected, fix = f"{rank} dimensions {beside} cu_seqlens", "Packed rows are (rows, heads, dim)."
+        raise InvalidProblem("q", expected, f"shape {tuple(q.shape)}", fix)
+    layout = options.layout if cu_seqlens is None else "packed"
+    tensors = Tensors(q, k, v, slopes, sinks, seed_tensor(seed, flags.dropout), cu_seqlens)
     if method == "auto":
         method = _best(tensors, layout, flags.causal, dist.get_world_size(group))
-    settings = Settings(
-        flags.causal, flags.window_left, flags.window_right, flags.scale, flags.softcap, flags.dropout,
-        layout, seqlen, seqlen_k, method, sharding, flags.deterministic, backend, grads, group.group_name,
-    )  # fmt: skip
-    return tensors, settings
-
-
-def _check_choice(name: str, value: str) -> None:
-    if value not in CHOICES[name]:
-        raise InvalidProblem(name, "one of " + ", ".join(map(repr, CHOICES[name])), repr(value), "Name one of them.")
-
-
-def _check_rank(q: Tensor, *, packed: bool) -> None:
-    rank = 3 if packed else 4
-    if q.dim() != rank:
-        expected = f"{rank} dimensions {'with' if packed else 'without'} cu_seqlens"
-        raise InvalidProblem("q", expected, f"shape {tuple(q.shape)}", "Packed rows are (rows, heads, dim).")
-
-
-def _check_length(name: str, length: Any) -> None:
-    if length is None:
-        return
-    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0:
-        raise InvalidProblem(name, "None or an integer >= 0", repr(length), "It is the length without padding.")
+    spread = (layout, *lengths, method, sharding)
+    how = (flags.deterministic, options.backend, grads, group.group_name)
+    return tensors, Settings(*flags[:6], *spread, *how)
 
 
 def _best(tensors: Tensors, layout: str, causal: bool, world: int) -> str:
     q, k = tensors.q, tensors.k
     rows, heads = {"bhsd": (2, 1), "bshd": (1, 2), "packed": (0, 1)}[layout]
-    device = "h200" if q.is_cuda else "cpu"
-    return best_method(
-        world, q.shape[heads], k.shape[heads], q.shape[rows], q.shape[-1], causal=causal, device=device,
-        itemsize=q.dtype.itemsize,
-    )  # fmt: skip
+    sizes = (world, q.shape[heads], k.shape[heads], q.shape[rows], q.shape[-1])
+    return best_method(*sizes, causal=causal, device="h200" if q.is_cuda else "cpu", itemsize=q.dtype.itemsize)
 
 
 def _by_heads(tensors: Tensors, settings: Settings, group: Group) -> tuple[Tensor, Tensor]:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tilewise import device, dispatch, tracing
-from tilewise.backends.base import Backend
+from tilewise import device, dispatch, tracing, validation
 from tilewise.canonical import canonical, contiguous_last
 from tilewise.distributed.pieces import Piece
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Call", "Running", "Saved", "piece_backward", "piece_forward", "sink_gradient"]
+__all__ = ["Call", "Running", "Saved", "Visit", "accumulator", "backward", "forward", "sink_gradient"]
 
 # Keys that share one Philox draw.
 KEYS_PER_DRAW = 4
@@ -46,10 +46,9 @@ class Call:
     seed: Tensor | None = None
     head: int = 0
 
-    def for_heads(self, start: int, stop: int) -> Call:
+    def for_heads(self, heads: slice) -> Call:
         """The same call for some of its query heads."""
-        slopes = None if self.slopes is None else self.slopes[..., start:stop]
-        return replace(self, slopes=slopes, head=start)
+        return replace(self, slopes=None if self.slopes is None else self.slopes[..., heads], head=heads.start)
 
 
 class Block(NamedTuple):
@@ -70,13 +69,13 @@ class Running(NamedTuple):
     @classmethod
     def empty(cls, q: Tensor, head_dim_v: int) -> Running:
         """An empty state for heads-first queries."""
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        dtype = accumulator(q.dtype)
         out = torch.zeros((*q.shape[:3], head_dim_v), dtype=dtype, device=q.device)
         return cls(out, torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device))
 
-    def for_heads(self, start: int, stop: int) -> Running:
+    def for_heads(self, heads: slice) -> Running:
         """The same memory, restricted to some heads."""
-        return Running(self.out[:, start:stop], self.lse[:, start:stop])
+        return Running(self.out[:, heads], self.lse[:, heads])
 
     def rows(self, start: int, stop: int) -> Running:
         """The same memory, restricted to some rows."""
@@ -107,10 +106,10 @@ class Saved(NamedTuple):
     dout: Tensor
     dlse: Tensor | None
 
-    def for_heads(self, start: int, stop: int) -> Saved:
+    def for_heads(self, heads: slice) -> Saved:
         """Some of the heads."""
-        out, lse, dout = (t[:, start:stop] for t in self[:3])
-        return Saved(out, lse, dout, None if self.dlse is None else self.dlse[:, start:stop])
+        out, lse, dout = (t[:, heads] for t in self[:3])
+        return Saved(out, lse, dout, None if self.dlse is None else self.dlse[:, heads])
 
     def rows_of(self, piece: Piece, shift: Tensor | None) -> Saved:
         """A piece's rows, with lse in the piece's own score units."""
@@ -124,11 +123,55 @@ class Saved(NamedTuple):
         return Saved(out, self.lse[0], dout, None if self.dlse is None else self.dlse[0])
 
 
+class Visit(NamedTuple):
+    """Keys and values that are here now for some of the query heads, heads first, and what is to be computed with them.
+
+    Their gradients are added to `dk` and `dv`, None if not wanted.
+    """
+
+    heads: slice
+    pieces: tuple[Piece, ...]
+    k: Tensor
+    v: Tensor
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """In which sums of this dtype are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def forward(call: Call, q: Tensor, head_dim_v: int, visits: Iterable[Visit]) -> Running:
+    """Partial results of heads-first queries over all keys, merged in the order of the visits."""
+    running = Running.empty(q, head_dim_v)
+    for visit in visits:
+        own, queries, rows = call.for_heads(visit.heads), q[:, visit.heads], running.for_heads(visit.heads)
+        for piece in visit.pieces:
+            rows.add(piece.q_start, piece.q_stop, *piece_forward(own, piece, queries, visit.k, visit.v))
+    return running
+
+
+def backward(call: Call, q: Tensor, saved: Saved, wanted: Wanted, visits: Iterable[Visit]) -> Tensor | None:
+    """The gradient of heads-first queries, in the accumulator's dtype; those of the keys go to the visits."""
+    dq = torch.zeros(q.shape, dtype=saved.lse.dtype, device=q.device) if wanted.dq else None
+    for visit in visits:
+        own, queries, rows = call.for_heads(visit.heads), q[:, visit.heads], saved.for_heads(visit.heads)
+        for piece in visit.pieces:
+            gradients = piece_backward(own, piece, queries, visit.k, visit.v, rows, wanted)
+            if dq is not None and gradients.dq is not None:
+                dq[:, visit.heads, piece.q_start : piece.q_stop] += gradients.dq
+            for total, part in zip((visit.dk, visit.dv), gradients[1:3], strict=True):
+                if total is not None and part is not None:
+                    total[:, :, piece.k_start : piece.k_stop] += part
+    return dq
+
+
 def piece_forward(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of a piece's rows, heads first. q, k and v are whole shards, heads first."""
     block = _block(call, piece, q, k, v)
     problem = block.problem
-    backend = _backend(problem, q.device, call.backend)
+    backend = dispatch.select(problem, device.of(q.device), call.backend).backend
     with tracing.span(tracing.FORWARD, block.operands, backend.name, problem):
         out, lse = backend.forward(problem, canonical(problem, block.operands))
     if problem.kind == "varlen":
@@ -137,13 +180,7 @@ def piece_forward(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def piece_backward(
-    call: Call,
-    piece: Piece,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    saved: Saved,
-    wanted: Wanted,
+    call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor, saved: Saved, wanted: Wanted
 ) -> Gradients:
     """A piece's part of dq, dk, dv, heads first, for its rows only. `saved` are whole rows over all keys."""
     block = _block(call, piece, q, k, v)
@@ -151,7 +188,8 @@ def piece_backward(
     rows = saved.rows_of(piece, block.shift)
     if problem.kind == "varlen":
         rows = rows.packed()
-    backend, operands = _backend(problem, q.device, call.backend), canonical(problem, block.operands)
+    backend = dispatch.select(problem, device.of(q.device), call.backend).backend
+    operands = canonical(problem, block.operands)
     if backend.name == "reference":
         rows = _as_of_the_piece(*backend.forward(problem, operands), rows)
     dout = contiguous_last(rows.dout)
@@ -188,10 +226,6 @@ def sink_gradient(sinks: Tensor, saved: Saved) -> Tensor:
     share = torch.exp(sinks.to(wide).view(1, -1, 1) - lse.to(wide)) * pull
     # Rows of padding have lse -inf and arbitrary values in dout.
     return torch.where(lse == -math.inf, 0.0, share).sum((0, 2)).to(sinks.dtype)
-
-
-def _backend(problem: AttentionProblem, where: torch.device, requested: str) -> Backend:
-    return dispatch.select(problem, device.of(where), requested).backend
 
 
 def _block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Block:
@@ -279,39 +313,17 @@ def _seed(call: Call, piece: Piece, hidden: int) -> Tensor | None:
 
 
 def _problem(call: Call, piece: Piece, operands: Operands) -> AttentionProblem:
-    q, k, v = operands[:3]
-    packed = operands.cu_seqlens_q is not None
-    batch = len(piece.cu_seqlens) - 1 if piece.cu_seqlens is not None else q.shape[0]
-    longest = _longest(piece.cu_seqlens) if piece.cu_seqlens is not None else 0
-    rows, keys = (q.shape[0], k.shape[0]) if packed else (q.shape[2], k.shape[2])
-    bias, mask = operands.bias, operands.mask
-    return AttentionProblem(
-        kind="varlen" if packed else "dense",
-        dtype=q.dtype,
-        batch=batch,
-        seqlen_q=longest if packed else rows,
-        seqlen_k=longest if packed else keys,
-        total_q=rows if packed else batch * rows,
-        total_k=keys if packed else batch * keys,
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_dim=q.shape[-1],
-        head_dim_v=v.shape[-1],
-        scale=call.scale,
+    flags = Flags(
         causal=piece.right == 0,
         window_left=piece.left,
         window_right=None if piece.right == 0 else piece.right,
+        scale=call.scale,
         softcap=call.softcap,
         dropout=call.dropout,
-        bias_shape=None if bias is None else (bias.shape[0], bias.shape[1], 1, keys),
-        bias_dtype=None if bias is None else bias.dtype,
-        mask_shape=None if mask is None else (1, 1, 1, keys),
-        has_alibi=operands.alibi_slopes is not None,
         deterministic=call.deterministic,
         needs_grad=call.needs_grad,
-        dropout_origin=operands.seed is not None,
     )
-
-
-def _longest(cu_seqlens: tuple[int, ...]) -> int:
-    return max(b - a for a, b in itertools.pairwise(cu_seqlens))
+    if piece.cu_seqlens is None:
+        return validation.problem_of("dense", operands, flags)
+    longest = max(b - a for a, b in itertools.pairwise(piece.cu_seqlens))
+    return validation.problem_of("varlen", operands, flags._replace(max_seqlen_q=longest, max_seqlen_k=longest))

@@ -18,7 +18,7 @@ from tilewise.distributed.operators import Settings, Tensors, exchange_heads, he
 from tilewise.distributed.sharding import as_shards, in_order
 from tilewise.distributed.transport import Group
 from tilewise.errors import Unsupported
-from tilewise.operands import Flags, Operands
+from tilewise.operands import Operands
 
 __all__ = ["Assignment", "assign", "heads_attention"]
 
@@ -40,9 +40,7 @@ class Assignment(NamedTuple):
 
 
 def assign(rank: int, world: int, num_heads: int, num_kv_heads: int) -> Assignment:
-    """Consecutive query heads, as evenly as possible. Each K/V head appears once if all serve equally many of them,
-    else one per query head.
-    """
+    """Consecutive query heads, evenly. Each K/V head once if all serve equally many, else one per query head."""
     first, last = num_heads * rank // world, num_heads * (rank + 1) // world
     served = [head * num_kv_heads // num_heads for head in range(first, last)]
     distinct = sorted(set(served))
@@ -66,16 +64,10 @@ def heads_attention(
     own = every[rank]
     compared = [*zip(COMPARED, settings, strict=False), ("cu_seqlens", documents)]
     context = ", ".join(f"{name}={value}" for name, value in compared)
+    queries, keys = [list(range(a.first, a.last)) for a in every], [list(a.kv_heads) for a in every]
     whole = [
-        _to_sequences(
-            t,
-            [list(a.kv_heads) if is_kv else list(range(a.first, a.last)) for a in every],
-            rank,
-            settings,
-            length,
-            context,
-        )
-        for t, is_kv, length in ((q, False, seqlens[0]), (k, True, seqlens[1]), (v, True, seqlens[1]))
+        _to_sequences(t, some, rank, settings, length, context)
+        for t, some, length in ((q, queries, seqlens[0]), (k, keys, seqlens[1]), (v, keys, seqlens[1]))
     ]
     out, lse = _attention(whole, tensors, settings, own)
     counts = [a.num_heads for a in every]
@@ -92,20 +84,15 @@ def _attention(whole: list[Tensor], tensors: Tensors, settings: Settings, own: A
     slopes, sinks, seed = tensors.alibi_slopes, tensors.sinks, tensors.seed
     if seed is not None:
         seed = torch.cat([seed.reshape(1), seed.new_zeros(1), seed.new_full((1,), own.first), seed.new_zeros(2)])
-    flags = Flags(
-        causal=settings.causal, window_left=settings.window_left, window_right=settings.window_right,
-        scale=settings.scale, softcap=settings.softcap, dropout=settings.dropout,
-        deterministic=settings.deterministic, needs_grad=any(settings.grads), backend=settings.backend,
-    )  # fmt: skip
     slopes, sinks = (None if t is None else t[..., mine] for t in (slopes, sinks))
     q, k, v = whole
     if tensors.cu_seqlens is None:
-        return ops.attention("dense", Operands(q, k, v, alibi_slopes=slopes, sinks=sinks, seed=seed), flags)
+        operands = Operands(q, k, v, alibi_slopes=slopes, sinks=sinks, seed=seed)
+        return ops.attention("dense", operands, settings.flags())
     documents = tensors.cu_seqlens.to(device=q.device, dtype=torch.int32)
     q, k, v = (t[0].transpose(0, 1) for t in whole)
-    out, lse = ops.attention(
-        "varlen", Operands(q, k, v, documents, documents, alibi_slopes=slopes, sinks=sinks, seed=seed), flags
-    )
+    operands = Operands(q, k, v, documents, documents, alibi_slopes=slopes, sinks=sinks, seed=seed)
+    out, lse = ops.attention("varlen", operands, settings.flags())
     return out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
 
 
@@ -121,9 +108,7 @@ def _to_sequences(
 
 
 def _selected(tensor: Tensor, heads: list[int]) -> Tensor:
-    """Heads in this order: the tensor itself if the order is its own, else by slices, because an index tensor would be
-    copied to the device and block the host.
-    """
+    """Heads in this order, by slices: an index tensor would be copied to the device and block the host."""
     if heads == list(range(tensor.shape[0])):
         return tensor
     cuts = [0, *(i for i in range(1, len(heads)) if heads[i] != heads[i - 1] + 1), len(heads)]

@@ -6,7 +6,6 @@ node and every rank runs the same sequence of exchanges. Groups are passed by na
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -15,15 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise import derivatives, validation
+from tilewise.distributed import blocks
 from tilewise.distributed.agreement import Description, agree, refuse
-from tilewise.distributed.blocks import Call, Saved, sink_gradient
-from tilewise.distributed.gathering import gather_backward, gather_forward
+from tilewise.distributed.blocks import Call, Saved, accumulator, sink_gradient
 from tilewise.distributed.pieces import Layout
-from tilewise.distributed.ring import Heads, ring_backward, ring_forward
 from tilewise.distributed.sharding import chunks_per_rank
-from tilewise.distributed.transport import Group, all_to_all, group_named
+from tilewise.distributed.transport import all_to_all, group_named
+from tilewise.distributed.visits import Heads, Shards, Sums, gathered, ring
 from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.operands import Flags, Operands, Wanted
+from tilewise.totals import check_totals
 
 __all__ = ["Settings", "Tensors", "context_parallel", "describe", "exchange_heads", "heads_of", "whole_lengths"]
 
@@ -41,8 +41,9 @@ class Tensors(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Everything about a call that is not a tensor, in the order of the op's schema. `layout` is "packed" for packed
-    rows; `grads` says which of q, k, v, sinks need a gradient.
+    """Everything about a call that is not a tensor, in the order of the op's schema; up to `layout` that of `Flags`.
+
+    `layout` is "packed" for packed rows; `grads` says which of q, k, v, sinks need a gradient.
     """
 
     causal: bool
@@ -60,6 +61,11 @@ class Settings(NamedTuple):
     backend: str
     grads: Sequence[bool]
     group: str
+
+    def flags(self, layout: str = "bhsd") -> Flags:
+        """Those of a plain call."""
+        needs_grad = any(self.grads)
+        return Flags(*self[:6], layout, None, None, self.deterministic, needs_grad, self.backend)
 
 
 SCHEMA = (
@@ -92,35 +98,32 @@ def exchange_heads(tensor: Tensor, send: Sequence[int], receive: Sequence[int], 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     tensors, settings = Tensors(*args[:COUNT]), Settings(*args[COUNT:])
-    group = group_named(settings.group)
-    layout, call = _checked(tensors, settings, group)
-    q, k, v = tensors[:3]
-    heads = heads_of(settings.layout)
-    run = gather_forward if settings.method == "all_gather" else ring_forward
-    running = run(call, layout, q, k, v, heads, group)
+    shards, call = _checked(tensors, settings)
+    visits = gathered if settings.method == "all_gather" else ring
+    running = blocks.forward(call, shards.heads(tensors.q), tensors.v.shape[-1], visits(shards))
     if tensors.sinks is not None:
         # Rows of padding see neither keys nor the sink.
-        for chunk in layout.q_shard(dist.get_rank(group)):
+        for chunk in shards.layout.q_shard(dist.get_rank(shards.group)):
             running.rows(chunk.row, chunk.row + chunk.stop - chunk.start).add_sinks(tensors.sinks)
-    return _as_given(running.out, q, settings), running.lse[0] if settings.layout == "packed" else running.lse
+    return _as_given(running.out, tensors.q, settings), running.lse[0] if settings.layout == "packed" else running.lse
 
 
 def _backward(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tensors, settings = Tensors(*args[:COUNT]), Settings(*args[COUNT:])
-    group = group_named(settings.group)
-    layout, call = _checked(tensors, settings, group)
+    shards, call = _checked(tensors, settings)
     q, k, v = tensors[:3]
-    heads, packed = heads_of(settings.layout), settings.layout == "packed"
+    heads, packed = shards.heads, settings.layout == "packed"
     dout = torch.zeros_like(out) if dout is None else dout
     rows = (heads(out), lse.unsqueeze(0) if packed else lse, heads(dout))
     saved = Saved(*rows, dlse.unsqueeze(0) if packed and dlse is not None else dlse)
     wanted = Wanted(*settings.grads[:3])
-    run = gather_backward if settings.method == "all_gather" else ring_backward
-    gradients = run(call, layout, q, k, v, saved, wanted, heads, group)
-    dq = q.new_empty(0) if gradients.dq is None else _as_given(gradients.dq, q, settings)
-    dk, dv = (t.new_empty(0) if g is None else g.to(t.dtype) for t, g in ((k, gradients.dk), (v, gradients.dv)))
+    visits = gathered if settings.method == "all_gather" else ring
+    found: Sums = []
+    sums = blocks.backward(call, heads(q), saved, wanted, visits(shards, wanted, found))
+    dq = q.new_empty(0) if sums is None else _as_given(sums, q, settings)
+    dk, dv = (t.new_empty(0) if g is None else g.to(t.dtype) for t, g in zip((k, v), found, strict=True))
     dsinks = q.new_empty(0)
     if settings.grads[3] and tensors.sinks is not None:
         dsinks = sink_gradient(tensors.sinks, saved)
@@ -130,10 +133,9 @@ def _backward(
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
     tensors, settings = Tensors(*args[:COUNT]), Settings(*args[COUNT:])
     q, v = tensors.q, tensors.v
-    out = q.new_empty(_out_shape(q, v))
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     shape = heads_of(settings.layout)(q).shape[:3]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(shape[1:] if settings.layout == "packed" else shape, dtype=dtype)
+    return out, q.new_empty(shape[1:] if settings.layout == "packed" else shape, dtype=accumulator(q.dtype))
 
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -171,19 +173,15 @@ def _as_given(rows: Tensor, like: Tensor, settings: Settings) -> Tensor:
     return given
 
 
-def _out_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
-    return (*q.shape[:-1], v.shape[-1])
-
-
-def _checked(tensors: Tensors, settings: Settings, group: Group) -> tuple[Layout, Call]:
+def _checked(tensors: Tensors, settings: Settings) -> tuple[Shards, Call]:
     """Validate this rank's arguments, compare them with the other ranks', and describe the whole problem."""
-    where = tensors.q.device
+    where, group = tensors.q.device, group_named(settings.group)
     try:
         layout, call = describe(tensors, settings, dist.get_world_size(group))
     except TilewiseError as error:
         refuse(error, group, where)
     agree(_description(tensors, settings, layout), group, where)
-    return layout, call
+    return Shards(layout, *tensors[:3], heads_of(settings.layout), group), call
 
 
 def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, Call]:
@@ -193,15 +191,10 @@ def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, 
     documents: tuple[int, ...] | None = None
     local = [t.unsqueeze(0) if packed else t for t in (q, k, v)]
     slopes = tensors.alibi_slopes
-    flags = Flags(
-        causal=settings.causal, window_left=settings.window_left, window_right=settings.window_right,
-        scale=settings.scale, softcap=settings.softcap, dropout=settings.dropout,
-        layout="bshd" if packed else settings.layout, needs_grad=any(settings.grads), backend=settings.backend,
-    )  # fmt: skip
     # Slopes of packed documents have one row per document; the rest is validated like the local call.
     own = None if packed and slopes is not None and slopes.dim() == 2 else slopes
     operands = Operands(local[0], local[1], local[2], alibi_slopes=own, sinks=tensors.sinks, seed=tensors.seed)
-    problem = validation.describe("dense", operands, flags)
+    problem = validation.describe("dense", operands, settings.flags("bshd" if packed else settings.layout))
     rows_q, rows_k = problem.seqlen_q, problem.seqlen_k
     _check_lengths(settings, world, rows_q, rows_k)
     seqlen, seqlen_k = whole_lengths(settings, world, rows_q, rows_k)
@@ -209,22 +202,14 @@ def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, 
         documents = _checked_documents(tensors, world, rows_q, rows_k)
         seqlen = seqlen_k = documents[-1]
     left, right = problem.band
-    layout = Layout(
-        world, settings.sharding, rows_q, rows_k, seqlen, seqlen_k, left, right, documents, slopes is not None,
-        settings.dropout > 0.0,
-    )  # fmt: skip
-    call = Call(
-        problem.scale, settings.softcap, settings.dropout, settings.deterministic, any(settings.grads),
-        settings.backend, layout.offset, packed, slopes, _seed_there(tensors.seed, q.device),
-    )  # fmt: skip
-    return layout, call
-
-
-def _seed_there(seed: Tensor | None, where: torch.device) -> Tensor | None:
-    """A seed from the host on the device of the pieces: a fill, which unlike a copy does not block the host."""
-    if seed is None or seed.device == where or seed.device.type != "cpu":
-        return seed
-    return torch.full((), int(seed), dtype=torch.int64, device=where)
+    sizes = (world, settings.sharding, rows_q, rows_k, seqlen, seqlen_k, left, right, documents)
+    layout = Layout(*sizes, tilted=slopes is not None, random=settings.dropout > 0.0)
+    shared = (settings.softcap, settings.dropout, settings.deterministic, any(settings.grads), settings.backend)
+    seed = tensors.seed
+    if seed is not None and seed.device != q.device and seed.device.type == "cpu":
+        # A fill, which unlike a copy does not block the host.
+        seed = torch.full((), int(seed), dtype=torch.int64, device=q.device)
+    return layout, Call(problem.scale, *shared, layout.offset, packed, slopes, seed)
 
 
 def whole_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> tuple[int, int]:
@@ -249,16 +234,12 @@ def _check_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> 
 def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -> tuple[int, ...]:
     """The document boundaries in the whole sequence."""
     documents = () if tensors.cu_seqlens is None else tuple(tensors.cu_seqlens.tolist())
-    fix = "Pass the running totals of the lengths of all documents of the whole sequence, the same on every rank."
-    if len(documents) == 0 or documents[0] != 0:
+    if not documents:
+        fix = "Pass the running totals of the lengths of all documents of the whole sequence, the same on every rank."
         raise InvalidProblem("cu_seqlens", "running totals that start with 0", documents, fix)
-    if any(b < a for a, b in itertools.pairwise(documents)):
-        raise InvalidProblem("cu_seqlens", "entries that never decrease", documents, fix)
     if rows_q != rows_k:
         raise InvalidProblem("k", f"{rows_q} rows as q has", rows_k, "Packed documents attend to themselves.")
-    if documents[-1] > world * rows_q:
-        expected = f"a last entry of at most {world} ranks x {rows_q} rows"
-        raise InvalidProblem("cu_seqlens", expected, documents[-1], fix)
+    check_totals("cu_seqlens", documents, world * rows_q)
     slopes = tensors.alibi_slopes
     shapes = ((tensors.q.shape[1],), (len(documents) - 1, tensors.q.shape[1]))
     if slopes is not None and tuple(slopes.shape) not in shapes:
@@ -268,9 +249,7 @@ def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -
 
 
 def _description(tensors: Tensors, settings: Settings, layout: Layout) -> Description:
-    """The call in words, by argument. What may differ between ranks (the seed's value, the group's name) is
-    left out.
-    """
+    """The call in words, by argument, without what may differ between ranks (the seed's value, the group's name)."""
     shapes = [
         (name, "None" if t is None else f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}")
         for name, t in zip(Tensors._fields, tensors, strict=True)
@@ -284,13 +263,10 @@ def _description(tensors: Tensors, settings: Settings, layout: Layout) -> Descri
 def _exchange(tensor: Tensor, send: list[int], receive: list[int], group: str, context: str) -> Tensor:
     members = group_named(group)
     if context:
-        shape = f"{str(tensor.dtype).removeprefix('torch.')} (heads, batch, rows, dim) = ({sum(send)}, {_rest(tensor)})"
+        rest = ", ".join(map(str, tensor.shape[1:]))
+        shape = f"{str(tensor.dtype).removeprefix('torch.')} (heads, batch, rows, dim) = ({sum(send)}, {rest})"
         agree((("flags", context), ("shape", shape)), members, tensor.device)
     return all_to_all(tensor.contiguous(), send, receive, members)
-
-
-def _rest(tensor: Tensor) -> str:
-    return ", ".join(map(str, tensor.shape[1:]))
 
 
 def _exchange_fake(tensor: Tensor, _send: list[int], receive: list[int], _group: str, _context: str) -> Tensor:

@@ -19,6 +19,9 @@ from tilewise.masks import Band
 
 __all__ = ["Layout", "Piece", "Rectangle", "pairs_of", "pieces", "ring_steps"]
 
+# Where the keys of a piece are: around the diagonal, before every query, or after.
+Side = Literal["aligned", "past", "future"]
+
 
 class Layout(NamedTuple):
     """How a whole problem is spread over ranks. Rows count padding, lengths do not. Hashable, equal on every rank.
@@ -77,7 +80,7 @@ class Piece:
     k_stop: int
     left: int | None
     right: int | None
-    side: Literal["aligned", "past", "future"]
+    side: Side
     where: Rectangle
     document: int = 0
     cu_seqlens: tuple[int, ...] | None = None
@@ -170,13 +173,8 @@ def _chunk_pieces(layout: Layout, q_chunk: Chunk, k_chunk: Chunk) -> Iterator[Pi
         if whole:
             yield _whole_documents(layout, whole, q_chunk, k_chunk)
             whole = []
-        yield from _rectangle_pieces(
-            layout,
-            _within(start, stop, q_chunk, k_chunk),
-            q_chunk.row - q_chunk.start + start,
-            k_chunk.row - k_chunk.start + start,
-            document,
-        )
+        q_row, k_row = (chunk.row - chunk.start + start for chunk in (q_chunk, k_chunk))
+        yield from _rectangle_pieces(layout, _within(start, stop, q_chunk, k_chunk), q_row, k_row, document)
     if whole:
         yield _whole_documents(layout, whole, q_chunk, k_chunk)
 
@@ -196,9 +194,8 @@ def _whole_documents(layout: Layout, documents: list[int], q_chunk: Chunk, k_chu
     q_row, k_row = q_chunk.row + start - q_chunk.start, k_chunk.row + start - k_chunk.start
     size = stop - start
     where = Rectangle(0, size, 0, size)
-    return Piece(
-        q_row, q_row + size, k_row, k_row + size, layout.left, layout.right, "aligned", where, documents[0], cu_seqlens
-    )
+    rows = (q_row, q_row + size, k_row, k_row + size)
+    return Piece(*rows, layout.left, layout.right, "aligned", where, documents[0], cu_seqlens)
 
 
 def _rectangle_pieces(layout: Layout, where: Rectangle, q_row: int, k_row: int, document: int) -> Iterator[Piece]:
@@ -217,19 +214,10 @@ def _rectangle_pieces(layout: Layout, where: Rectangle, q_row: int, k_row: int, 
             yield from _rectangle_pieces(layout, part, q_row, k_row, document)
         return
     excess = k1 - last
-    left = None if layout.left is None else layout.left + excess
-    right = None if layout.right is None else layout.right - excess
-    yield Piece(
-        q0 + q_row,
-        q1 + q_row,
-        k0 + k_row,
-        k1 + k_row,
-        None if left is not None and left >= k1 - k0 - 1 else left,
-        None if right is not None and right >= q1 - q0 - 1 else right,
-        "past" if k1 <= first else "future" if k0 >= last else "aligned",
-        trimmed,
-        document,
-    )
+    left = None if layout.left is None or layout.left + excess >= k1 - k0 - 1 else layout.left + excess
+    right = None if layout.right is None or layout.right - excess >= q1 - q0 - 1 else layout.right - excess
+    side: Side = "past" if k1 <= first else "future" if k0 >= last else "aligned"
+    yield Piece(q0 + q_row, q1 + q_row, k0 + k_row, k1 + k_row, left, right, side, trimmed, document)
 
 
 def _trimmed(layout: Layout, where: Rectangle) -> Rectangle | None:

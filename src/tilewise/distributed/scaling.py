@@ -10,26 +10,28 @@ docs/distributed.md compares it with runs of 1, 2 and 4 CPU ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tilewise import device as devices
 from tilewise.errors import InvalidProblem
 from tilewise.masks import Band
+from tilewise.units import format_bytes, format_count, format_seconds
 
-__all__ = ["LINKS", "METHODS", "Link", "Pass", "Prediction", "Rates", "Scenario", "best_method", "compare", "predict"]
+__all__ = ["LINKS", "Link", "Prediction", "Rates", "Scenario", "best_method", "compare", "forecast", "predict"]
 
 GB, TERA = 1e9, 1e12
 METHODS = ("ring", "all_gather", "heads")
+# Numbers of devices for which a forecast reports the ring.
+NEIGHBOURS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Link(NamedTuple):
-    """The link of one device to its neighbour: nominal bytes per second in one direction, the share of it that large
-    messages reach, and the latency in seconds.
-    """
+    """A link to a neighbour: nominal bytes per second, the share that large messages reach, seconds of latency."""
 
     name: str
     bandwidth: float
@@ -146,7 +148,12 @@ class Scenario:
         """One rank's results."""
         return self.batch * self.rows * self.num_heads * self.head_dim_v
 
-    def flops(self, products: int) -> float:
+    @property
+    def head_groups(self) -> int:
+        """Groups of K/V heads that are gathered one after another."""
+        return math.ceil(self.num_kv_heads / max(1, self.num_kv_heads // self.world))
+
+    def flops(self, products: float = 1) -> float:
         """FLOPs of the whole problem; `products` is 1 for the two products of the forward, 2.5 of the backward."""
         left, right = self.window
         right = 0 if self.causal else right
@@ -244,9 +251,7 @@ def best_method(
 
 def _compute(scenario: Scenario, rates: Rates, backward: bool) -> tuple[float, float]:
     """Seconds of computing on the busiest rank, and on each if it were even."""
-    ideal = scenario.flops(1) / rates.forward
-    if backward:
-        ideal = 2.5 * scenario.flops(1) / rates.backward
+    ideal = scenario.flops(2.5) / rates.backward if backward else scenario.flops() / rates.forward
     return ideal / scenario.world * scenario.busiest(), ideal / scenario.world
 
 
@@ -270,7 +275,7 @@ def _ring(scenario: Scenario, rates: Rates, link: Link, backward: bool) -> Pass:
 def _gather(scenario: Scenario, rates: Rates, link: Link, backward: bool) -> Pass:
     """Groups of heads: the first gather is waited for, the others overlap. Gradients are sent home after each group."""
     compute, ideal = _compute(scenario, rates, backward)
-    groups = math.ceil(scenario.num_kv_heads / max(1, scenario.num_kv_heads // scenario.world))
+    groups = scenario.head_groups
     others = scenario.world - 1
     transfer = link.seconds(others * scenario.kv_bytes / groups)
     home = link.seconds(others * scenario.kv_elements * 4 / groups) if backward else 0.0
@@ -309,6 +314,78 @@ def memory_bytes(scenario: Scenario, method: str) -> int:
             2 * scenario.kv_bytes + 3 * 4 * scenario.kv_elements if scenario.world > 1 else 4 * scenario.kv_elements
         )
         return shards + gradients + buffers + 4 * scenario.q_elements
-    groups = math.ceil(scenario.num_kv_heads / max(1, scenario.num_kv_heads // scenario.world))
+    groups = scenario.head_groups
     gathered = scenario.world * scenario.kv_elements / groups
     return int(shards + gradients + gathered * (3 * size + 3 * 4) + 4 * (scenario.q_elements + scenario.kv_elements))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Every method for one problem, fastest first, and the ring over other numbers of devices."""
+
+    scenario: Scenario
+    rates: Rates
+    link: Link
+    predictions: tuple[Prediction, ...]
+    ring: tuple[Prediction, ...]
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest method."""
+        return self.predictions[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything in plain dicts, lists, strings and numbers."""
+        plain = dataclasses.asdict(self)
+        plain["link"] = self.link._asdict()
+        for group, source in (("predictions", self.predictions), ("ring", self.ring)):
+            for entry, prediction in zip(plain[group], source, strict=True):
+                entry["link"] = prediction.link.name
+                for name in ("forward", "backward"):
+                    entry[name]["efficiency"] = getattr(prediction, name).efficiency
+        plain["best"] = self.best.method
+        return plain
+
+    def __str__(self) -> str:
+        s, rates, link = self.scenario, self.rates, self.link
+        measured = "measured" if rates.measured else "assumed from its peak"
+        reach = f"{format_count(link.bandwidth * link.share, 'B/s')} of {format_count(link.bandwidth, 'B/s')}"
+        compute, gradients = (format_count(rate, "FLOP/s") for rate in (rates.forward, rates.backward))
+        lines = [
+            f"problem   {s.seqlen} tokens x {s.batch} over {s.world} ranks, {s.rows} tokens each, "
+            f"{'causal' if s.causal else 'full'}, {s.sharding}",
+            f"          {s.num_heads} heads, {s.num_kv_heads} K/V heads, head_dim {s.head_dim}, {s.itemsize} bytes",
+            f"compute   {rates.name}: forward {compute}, backward {gradients} ({measured})",
+            f"link      {link.name}: {reach}, {format_seconds(link.latency)} latency; the slowest on the way",
+            "",
+            "method       pass       time      exposed   hidden    of ideal  memory a rank",
+        ]
+        for p in self.predictions:
+            for name, one in (("forward", p.forward), ("backward", p.backward)):
+                memory = format_bytes(p.memory_bytes) if name == "forward" else ""
+                times = "".join(f"{format_seconds(t):<10}" for t in (one.seconds, one.exposed, one.hidden))
+                lines.append(f"{p.method:<13}{name:<11}{times}{one.efficiency:<10.1%}{memory}".rstrip())
+        if s.num_heads < s.world:
+            lines.append(f"heads        not possible: {s.num_heads} heads, {s.world} ranks")
+        thrifty = min(self.predictions, key=lambda p: p.memory_bytes)
+        least = "" if thrifty is self.best else f"; {thrifty.method} takes least memory"
+        seconds = format_seconds(self.best.seconds)
+        lines += ["", f"better    {self.best.method}, {seconds} forward and backward{least}", ""]
+        lines.append("ring over     time      of ideal  memory a rank   link")
+        for p in self.ring:
+            ideal = (p.forward.ideal + p.backward.ideal) / p.seconds
+            times = f"{p.scenario.world:<14}{format_seconds(p.seconds):<10}{ideal:<10.1%}"
+            lines.append(f"{times}{format_bytes(p.memory_bytes):<16}{p.link.name}")
+        return "\n".join(lines)
+
+
+def forecast(scenario: Scenario, *, device: str = "h200", link: str | None = None, dtype: torch.dtype) -> Forecast:
+    """The prediction for a device of `tilewise.device.DEVICES` (or "cpu") and a link of `LINKS` (None: its own)."""
+    rates = Rates.of_device(device, dtype)
+    between = link_between(device, scenario.world, link)
+    ring = tuple(
+        predict(dataclasses.replace(scenario, world=world), rates, link_between(device, world, link))
+        for world in NEIGHBOURS
+        if world <= max(1, scenario.seqlen)
+    )
+    return Forecast(scenario, rates, between, tuple(compare(scenario, rates, between)), ring)

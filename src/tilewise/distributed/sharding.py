@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.distributed.transport import Group, MeshOrGroup, group_of
+from tilewise.distributed.transport import MeshOrGroup, all_gather, group_of
 from tilewise.errors import InvalidProblem
 from tilewise.subclasses import check_class
 
@@ -60,14 +60,17 @@ def chunk_order(world: int, sharding: str) -> list[int]:
     return [chunk for rank in range(world) for chunk in (rank, 2 * world - 1 - rank)]
 
 
+def _chunks_of(rank: int, world: int, sharding: str) -> list[int]:
+    count = chunks_per_rank(sharding)
+    return chunk_order(world, sharding)[rank * count : (rank + 1) * count]
+
+
 def shard_of(rank: int, world: int, rows: int, seqlen: int, sharding: str) -> Shard:
     """A rank's part of a sequence of `seqlen` tokens in shards of `rows` rows. A chunk of padding is left out."""
-    count = chunks_per_rank(sharding)
-    size = rows // count
-    chunks = chunk_order(world, sharding)[rank * count : (rank + 1) * count]
+    size = rows // chunks_per_rank(sharding)
     return tuple(
         Chunk(chunk * size, min(chunk * size + size, seqlen), index * size)
-        for index, chunk in enumerate(chunks)
+        for index, chunk in enumerate(_chunks_of(rank, world, sharding))
         if chunk * size < seqlen
     )
 
@@ -81,12 +84,14 @@ def shard(tensor: Tensor, mesh_or_group: MeshOrGroup = None, *, dim: int = 2, sh
     group = group_of(mesh_or_group)
     dim = _checked_dim(tensor, dim, sharding)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    seqlen, count = tensor.shape[dim], chunks_per_rank(sharding)
-    size = -(-seqlen // (world * count * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+    seqlen = tensor.shape[dim]
+    size = -(-seqlen // (world * chunks_per_rank(sharding) * ROWS_MULTIPLE)) * ROWS_MULTIPLE
     parts = []
-    for chunk in chunk_order(world, sharding)[rank * count : (rank + 1) * count]:
+    for chunk in _chunks_of(rank, world, sharding):
         start, stop = (min(at * size, seqlen) for at in (chunk, chunk + 1))
-        parts.append(_padded(tensor.narrow(dim, start, stop - start), dim, size))
+        part = tensor.narrow(dim, start, stop - start)
+        missing = part.new_zeros([*part.shape[:dim], size - part.shape[dim], *part.shape[dim + 1 :]])
+        parts += [part, missing] if missing.shape[dim] else [part]
     return torch.cat(parts, dim)
 
 
@@ -105,7 +110,7 @@ def unshard(
     group = group_of(mesh_or_group)
     dim = _checked_dim(tensor, dim, sharding)
     world = dist.get_world_size(group)
-    parts = _gathered(tensor.detach(), group, world)
+    parts = all_gather(tensor.detach().contiguous(), group).view(world, *tensor.shape).unbind(0)
     whole = in_order(torch.cat(parts, dim), dim, world, sharding)
     return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
 
@@ -124,10 +129,9 @@ def position_ids(
     """
     group = group_of(mesh_or_group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    _check_rows(rows, sharding)
-    count = chunks_per_rank(sharding)
-    size = rows // count
-    chunks = chunk_order(world, sharding)[rank * count : (rank + 1) * count]
+    if rows % chunks_per_rank(sharding):
+        raise InvalidProblem("rows", "an even number for zigzag shards", rows, "Pad the shard, as `shard` does.")
+    size, chunks = rows // chunks_per_rank(sharding), _chunks_of(rank, world, sharding)
     positions = torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device or "cpu") for chunk in chunks])
     if cu_seqlens is None:
         return positions
@@ -153,20 +157,6 @@ def as_shards(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
     return torch.cat([pieces[chunk] for chunk in chunk_order(world, sharding)], dim)
 
 
-def _gathered(tensor: Tensor, group: Group, world: int) -> list[Tensor]:
-    from tilewise.distributed.transport import all_gather
-
-    return list(all_gather(tensor.contiguous(), group).view(world, *tensor.shape).unbind(0))
-
-
-def _padded(part: Tensor, dim: int, size: int) -> Tensor:
-    missing = size - part.shape[dim]
-    if missing == 0:
-        return part
-    shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
-    return torch.cat([part, part.new_zeros(shape)], dim)
-
-
 def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
     check_class("tensor", tensor)
     if sharding not in ("zigzag", "contiguous"):
@@ -176,8 +166,3 @@ def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
             "dim", f"a dimension of the tensor {tuple(tensor.shape)}", dim, "Name the token dimension."
         )
     return dim % tensor.dim()
-
-
-def _check_rows(rows: int, sharding: str) -> None:
-    if rows % chunks_per_rank(sharding):
-        raise InvalidProblem("rows", "an even number for zigzag shards", rows, "Pad the shard, as `shard` does.")

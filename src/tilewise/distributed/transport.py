@@ -131,14 +131,12 @@ def all_to_all(tensor: Tensor, send: Sequence[int], receive: Sequence[int], grou
 
 def _staged(group: Group, tensor: Tensor) -> bool:
     """Whether the group's backend for this device cannot carry its memory."""
-    return tensor.is_cuda and "nccl" not in _backend(group, tensor.device)
-
-
-def _backend(group: Group, device: torch.device) -> str:
+    if not tensor.is_cuda:
+        return False
     with contextlib.suppress(RuntimeError):
-        backend: Any = group._get_backend(device)  # noqa: SLF001
-        return str(backend.name()).lower()
-    return "gloo"
+        backend: Any = group._get_backend(tensor.device)  # noqa: SLF001
+        return "nccl" not in str(backend.name()).lower()
+    return True
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which kernel answers which question, as a table for the exported page, where nobody can be asked.
+"""Which kernel answers which question, as a table for the exported page, which has no server to ask.
 
 For every combination of choices the table says from which size on which row holds; the size is the number of tokens,
 in decoding the number of query heads of a K/V head. Between sizes that answer alike the backends are taken to answer
@@ -66,7 +66,7 @@ def _many_keys() -> int:
 
 
 def _pieces(answer: Callable[[int], Row], low: int, high: int) -> list[tuple[int, Row]]:
-    """Where the answer changes from `low` to `high`, looked for between every size and four times as much."""
+    """Where the answer changes from `low` to `high`; sizes are tried in steps of four times."""
     probes = [min(high, low * 4**power) for power in range(math.ceil(math.log(high / low, 4)) + 1)]
     pieces = [(low, answer(low))]
     for before, after in itertools.pairwise(probes):

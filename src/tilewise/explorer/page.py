@@ -53,7 +53,7 @@ def page_data(*, served: bool, chapter: str | None = None) -> dict[str, Any]:
 
     A file of one chapter has no use for the kernels: "My problem" is not in it.
     """
-    # The CPU is the one that serves; whoever opens an exported page sits at another.
+    # The CPU is the one that serves. An exported page is opened on another.
     here = {"cpu": device.measured_cpu()} if served else {}
     data: dict[str, Any] = {
         "version": __version__,
@@ -83,7 +83,7 @@ def _device(spec: DeviceSpec) -> dict[str, Any]:
 
 
 def served_page(files: dict[str, str]) -> str:
-    """index.html with the data; styles and modules are fetched beside it."""
+    """index.html with the data; styles and modules are fetched separately."""
     return _with_data(files["index.html"], page_data(served=True))
 
 

@@ -57,21 +57,21 @@ FLOPS_PER_CYCLE = {"a100": 2048, "h100": 4096, "h200": 4096}
 def _gpu(key: str, slow_name: str) -> Chip:
     spec = DEVICES[key]
     rate = spec.flops[torch.float16]
-    return Chip(
-        key=key, name=spec.name, cores=spec.num_sms, slow_name=slow_name, slow_bytes=spec.memory_bytes,
-        bandwidth=spec.bandwidth, fast_name="SRAM", fast_bytes=spec.smem_bytes,
-        fast_bandwidth=SHARED_BYTES_PER_CYCLE * rate / FLOPS_PER_CYCLE[key], flops=rate,
-    )  # fmt: skip
+    slow, shared = (slow_name, spec.memory_bytes, spec.bandwidth), SHARED_BYTES_PER_CYCLE * rate / FLOPS_PER_CYCLE[key]
+    return Chip(key, spec.name, spec.num_sms, *slow, "SRAM", spec.smem_bytes, shared, rate)
 
 
-CHIPS = (
-    _gpu("a100", "HBM"),
-    _gpu("h100", "HBM"),
-    _gpu("h200", "HBM"),
-    # Eight cores of 3.5 GHz with two 32-byte multiply-adds a cycle, two channels of LPDDR5-6400.
-    Chip(
-        key="laptop", name="Laptop CPU, 8 cores, fp32", cores=8, slow_name="DRAM", slow_bytes=16 * 10**9,
-        bandwidth=102.4e9, fast_name="L2 cache", fast_bytes=1280 << 10, fast_bandwidth=8 * 3.5e9 * 64,
-        flops=8 * 3.5e9 * 32,
-    ),
-)  # fmt: skip
+# Eight cores of 3.5 GHz with two 32-byte multiply-adds a cycle, two channels of LPDDR5-6400.
+LAPTOP = Chip(
+    key="laptop",
+    name="Laptop CPU, 8 cores, fp32",
+    cores=8,
+    slow_name="DRAM",
+    slow_bytes=16 * 10**9,
+    bandwidth=102.4e9,
+    fast_name="L2 cache",
+    fast_bytes=1280 << 10,
+    fast_bandwidth=8 * 3.5e9 * 64,
+    flops=8 * 3.5e9 * 32,
+)
+CHIPS = (_gpu("a100", "HBM"), _gpu("h100", "HBM"), _gpu("h200", "HBM"), LAPTOP)

@@ -1,4 +1,4 @@
-"""What the page may ask, judged before anything is computed: a JSON object becomes a `Question`, a question a plan."""
+"""What the page may ask: a JSON object becomes a validated `Question`, a question a plan."""
 
 from __future__ import annotations
 

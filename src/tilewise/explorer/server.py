@@ -1,4 +1,4 @@
-"""A small server for the page: loopback only, a fixed set of files read beforehand, one question at a time judged."""
+"""A small server for the page: loopback only, a fixed set of files read beforehand, every question validated."""
 
 from __future__ import annotations
 

@@ -69,20 +69,24 @@ def quantize(
         >>> k.dequantize().shape
         torch.Size([1, 2, 300, 64])
     """
-    _judge(x, granularity, layout, cu_seqlens, block, nonfinite)
+    _check_call(x, granularity, layout, cu_seqlens, block, nonfinite)
     if not isinstance(rotation, bool):
         raise InvalidProblem("rotation", "True or False", repr(rotation), "Pass a Python bool.")
     rows = int(block or BLOCK) if granularity == "block" else None
     kind: Fp8Layout = layout if cu_seqlens is None else "packed"
     if cu_seqlens is not None:
-        cu_seqlens, max_seqlen = _judged_totals(x, cu_seqlens, max_seqlen)
+        cu_seqlens, max_seqlen = _checked_totals(x, cu_seqlens, max_seqlen)
     if nonfinite == "raise" and not bool(torch.isfinite(_inside(x, cu_seqlens)).all()):
         fix = 'Find where it came from, or let it become NaN with nonfinite="nan".'
         raise InvalidProblem("x", "finite numbers", "NaN or infinity", fix)
-    given = None if scale is None else _judged_scale(x, scale)
-    data, found = _compute(
-        x, granularity, rows, kind, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
-    )
+    given = None if scale is None else _checked_scale(x, scale)
+    options: dict[str, Any] = {"rotation": rotation, "given": given, "max_seqlen": max_seqlen}
+    if x.is_cuda and type(x) in PLAIN and not torch.compiler.is_compiling():
+        data, found = _kernel()(x, granularity, rows, kind, cu_seqlens, **options)
+    else:
+        # Where torch records operations, it records these.
+        with torch.no_grad():
+            data, found = _quantized(x, granularity, rows, kind, cu_seqlens, **options)
     dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
     return Fp8Tensor(data, found, cast("Granularity", granularity), kind, rows, rotation, dtype)
 
@@ -93,7 +97,7 @@ def quantize_pages(pages: Tensor) -> Fp8Tensor:
     >>> quantize_pages(torch.randn(8, 16, 2, 64)).scale.shape
     torch.Size([8, 2, 1])
     """
-    _judge_source("pages", pages)
+    _check_source("pages", pages)
     if pages.dim() != 4:
         fix = "Pages are (num_pages, page_size, heads, dim)."
         raise InvalidProblem("pages", "4 dimensions", f"shape {tuple(pages.shape)}", fix)
@@ -114,7 +118,7 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     return backend.quantize
 
 
-def _compute(
+def _quantized(
     x: Tensor,
     granularity: str,
     block: int | None,
@@ -125,18 +129,30 @@ def _compute(
     given: Tensor | None,
     max_seqlen: int | None,
 ) -> tuple[Tensor, Tensor]:
-    # Where torch records operations, it records those below.
-    if x.is_cuda and type(x) in PLAIN and not torch.compiler.is_compiling():
-        return _kernel()(
-            x, granularity, block, layout, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen
-        )
-    with torch.no_grad():
-        if layout == "packed":
-            assert cu_seqlens is not None
-            return _packed(x, granularity, block, cu_seqlens, rotation=rotation, given=given, max_seqlen=max_seqlen)
+    """(data, scale) with torch operations; packed rows sequence by sequence, as dense ones with one batch entry."""
+    if cu_seqlens is None:
         heads_first = x.transpose(1, 2) if layout == "bshd" else x
         data, scale = _dense(_prepared(heads_first, rotation), granularity, block, given)
         return (data.transpose(1, 2) if layout == "bshd" else data).contiguous(), scale
+    bounds = cu_seqlens.tolist()
+    rows = [_prepared(x[a:b].transpose(0, 1)[None], rotation) for a, b in itertools.pairwise(bounds)]
+    longest = max([0, *(each.values.shape[2] for each in rows)]) if max_seqlen is None else max_seqlen
+    shape = (len(rows), x.shape[1], -(-longest // block) if block else 1)
+    scale = x.new_full(shape, AMAX_FLOOR / E4M3_MAX, dtype=torch.float32)
+    amax: Tensor | None = None
+    if given is not None:
+        given = scale = broadcast_scale(given, shape)
+    elif granularity == "tensor":
+        amax = torch.stack([x.new_zeros(1, 1, 1).float(), *(_amax(r.values, "tensor", None, 1) for r in rows)]).amax(0)
+        scale = scale_of(amax).expand(shape)
+    data = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3)
+    for i, each in enumerate(rows):
+        used = -(-each.values.shape[2] // block) if block else 1
+        piece, found = _dense(each, granularity, block, None if given is None else given[i : i + 1, :, :used], amax)
+        data[bounds[i] : bounds[i + 1]] = piece[0].transpose(0, 1)
+        if given is None and amax is None:
+            scale[i, :, :used] = found[0]
+    return data, scale
 
 
 class _Rows(NamedTuple):
@@ -156,8 +172,10 @@ def _prepared(heads_first: Tensor, rotation: bool) -> _Rows:
     return _Rows(rotate(heads_first), heads_first) if rotation else _Rows(heads_first.float())
 
 
-def _dense(rows: _Rows, granularity: str, block: int | None, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """e4m3 and (batch, heads, blocks) scales."""
+def _dense(
+    rows: _Rows, granularity: str, block: int | None, given: Tensor | None, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """e4m3 and (batch, heads, blocks) scales: the given ones, those of `amax`, or those of the rows themselves."""
     values = rows.values
     batch, heads, length, _ = values.shape
     blocks = -(-length // block) if block else 1
@@ -165,7 +183,7 @@ def _dense(rows: _Rows, granularity: str, block: int | None, given: Tensor | Non
         scale = broadcast_scale(given, (batch, heads, blocks))
         inverse = torch.ones_like(scale) / scale
     else:
-        amax = _amax(values, granularity, block, blocks)
+        amax = _amax(values, granularity, block, blocks) if amax is None else amax
         scale, inverse = (f(amax).expand(batch, heads, blocks) for f in (scale_of, inverse_of))
     index = torch.arange(length, device=values.device) // (block or max(length, 1))
     return rows.encoded(inverse[:, :, index, None]), scale
@@ -184,51 +202,17 @@ def _amax(values: Tensor, granularity: str, block: int | None, blocks: int) -> T
     return grouped.amax(-1)
 
 
-def _packed(
-    x: Tensor,
-    granularity: str,
-    block: int | None,
-    cu_seqlens: Tensor,
-    *,
-    rotation: bool,
-    given: Tensor | None,
-    max_seqlen: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Sequence by sequence, as dense tensors with one batch entry."""
-    bounds = cu_seqlens.tolist()
-    data = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3)
-    pieces = [x[a:b].transpose(0, 1)[None] for a, b in itertools.pairwise(bounds)]
-    rows = [_prepared(piece, rotation) for piece in pieces]
-    values = [each.values for each in rows]
-    longest = max([0, *(v.shape[2] for v in values)]) if max_seqlen is None else max_seqlen
-    blocks = -(-longest // block) if block else 1
-    scale = x.new_full((len(values), x.shape[1], blocks), AMAX_FLOOR / E4M3_MAX, dtype=torch.float32)
-    if given is None and granularity == "tensor":
-        everywhere = torch.stack([_amax(v, "tensor", None, 1) for v in values] or [x.new_zeros(1, 1, 1).float()]).amax(
-            0
-        )
-        scale, inverse = (f(everywhere).expand(scale.shape) for f in (scale_of, inverse_of))
-        for (a, b), each in zip(itertools.pairwise(bounds), rows, strict=True):
-            data[a:b] = each.encoded(inverse[:1, :1, :1, None])[0].transpose(0, 1)
-        return data, scale
-    given = None if given is None else broadcast_scale(given, (len(values), x.shape[1], blocks))
-    for i, v in enumerate(values):
-        used = -(-v.shape[2] // block) if block else 1
-        piece, found = _dense(rows[i], granularity, block, None if given is None else given[i : i + 1, :, :used])
-        data[bounds[i] : bounds[i + 1]] = piece[0].transpose(0, 1)
-        scale[i, :, :used] = found[0]
-    return data, scale if given is None else given
-
-
 def _inside(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return x if cu_seqlens is None else x[: int(cu_seqlens[-1])]
 
 
-def _judge(x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, block: int | None, nonfinite: str) -> None:
-    _judge_source("x", x)
-    choices = {"granularity": (granularity, ("tensor", "head", "block")), "layout": (layout, ("bhsd", "bshd")),
-               "nonfinite": (nonfinite, ("nan", "raise"))}  # fmt: skip
-    for name, (value, allowed) in choices.items():
+def _check_call(
+    x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, block: int | None, nonfinite: str
+) -> None:
+    _check_source("x", x)
+    kinds, layouts = ("tensor", "head", "block"), ("bhsd", "bshd")
+    choices = (("granularity", granularity, kinds), ("layout", layout, layouts))
+    for name, value, allowed in (*choices, ("nonfinite", nonfinite, ("nan", "raise"))):
         if value not in allowed:
             raise InvalidProblem(name, "one of " + ", ".join(map(repr, allowed)), repr(value), "See its docstring.")
     rank = 4 if cu_seqlens is None else 3
@@ -240,7 +224,7 @@ def _judge(x: Any, granularity: str, layout: str, cu_seqlens: Tensor | None, blo
         raise InvalidProblem("block", "a positive number of rows", block, fix)
 
 
-def _judge_source(name: str, x: Any) -> None:
+def _check_source(name: str, x: Any) -> None:
     if not isinstance(x, Tensor) or x.dtype not in SOURCES:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise InvalidProblem(name, "a tensor of float32, bfloat16 or float16", got, "Convert it first.")
@@ -261,10 +245,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _judged_totals(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[Tensor, int | None]:
-    """(cu_seqlens, max_seqlen) by the rules of `attention_varlen`: contents are read on a CPU, elsewhere if settings
-    ask for it.
-    """
+def _checked_totals(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[Tensor, int | None]:
+    """(cu_seqlens, max_seqlen) by the rules of `attention_varlen`, which say when contents are read."""
     fix = "int32 or int64 running totals from 0, as attention_varlen takes them."
     if not isinstance(cu_seqlens, Tensor):
         raise InvalidProblem("cu_seqlens", "a tensor", type(cu_seqlens).__name__, fix)
@@ -287,7 +269,7 @@ def _judged_totals(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[Tensor,
     return cu_seqlens.to(torch.int32), max_seqlen
 
 
-def _judged_scale(x: Tensor, scale: Any) -> Tensor:
+def _checked_scale(x: Tensor, scale: Any) -> Tensor:
     """A calibrated scale as a tensor on x's device."""
     least, most = SCALE_RANGE
     expected = f"each from {least} to {most}"

@@ -77,9 +77,7 @@ def norms(head_dim: int, device: torch.device) -> Tensor:
 
 @_kept
 def directions(head_dim: int, device: torch.device) -> Tensor:
-    """bf16 (head_dim, head_dim): the rotated direction of each channel, +1 or -1 up to its own sign, 0 outside its
-    part.
-    """
+    """bf16 (head_dim, head_dim): the rotated direction of each channel, +-1 up to its own sign, 0 outside its part."""
     blocks = [_hadamard(torch.eye(size, dtype=torch.float32, device="cpu")) for size in parts(head_dim)]
     matrix: Tensor = torch.block_diag(*blocks)
     return matrix.bfloat16().to(device)

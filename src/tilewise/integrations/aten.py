@@ -12,17 +12,15 @@ CPU kernels align it with the top-left corner, and get both from SDPA.
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from tilewise import ops
-from tilewise.api import attention
+from tilewise.api import attention, attention_backward
 from tilewise.errors import Unsupported
 from tilewise.integrations.translation import top_left
-from tilewise.operands import Flags, Operands, Wanted
 
 __all__ = ["Activation", "activate"]
 
@@ -30,17 +28,15 @@ FlashResult = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor
 DenseGradients = tuple[Tensor, Tensor, Tensor]
 
 
-class Activation:
+class Activation(NamedTuple):
     """Keeps the kernels registered until `remove`, which torch calls when another implementation is chosen."""
 
-    def __init__(self, libraries: tuple[torch.library.Library, ...]) -> None:
-        self.libraries = libraries
+    libraries: list[torch.library.Library]
 
     def remove(self) -> None:
         """Restore torch's own kernels."""
-        for library in self.libraries:
-            library._destroy()  # noqa: SLF001
-        self.libraries = ()
+        while self.libraries:
+            self.libraries.pop()._destroy()  # noqa: SLF001
 
 
 def activate() -> Activation:
@@ -53,7 +49,7 @@ def activate() -> Activation:
         cuda.impl("_scaled_dot_product_flash_attention_backward", flash_backward)
         cpu.impl("_scaled_dot_product_flash_attention_for_cpu", cpu_forward)
         cpu.impl("_scaled_dot_product_flash_attention_for_cpu_backward", cpu_backward)
-    return Activation((cuda, cpu))
+    return Activation([cuda, cpu])
 
 
 def flash_forward(
@@ -73,8 +69,9 @@ def flash_forward(
     if dropout_p:
         rng_state.random_(-(2**63), 2**63 - 1)
     rng_state = rng_state.to(query.device)
-    triangle = _Triangle(is_causal, None, key, value)
-    out, lse = _forward(query, triangle, None, scale, dropout_p, rng_state[0])
+    flags: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "seed": rng_state[0]}
+    out, lse = attention(query, key, value, return_lse=True, **flags)
+    out = _laid_out_like(out, torch.empty_like(query))
     unused = rng_state.new_zeros(()).view(torch.uint64)
     return out, lse, None, None, query.shape[2], key.shape[2], rng_state.view(torch.uint64), unused, query.new_empty(0)
 
@@ -98,10 +95,11 @@ def flash_backward(
     scale: float | None = None,
 ) -> DenseGradients:
     """aten::_scaled_dot_product_flash_attention_backward."""
-    seed = philox_seed.view(torch.int64)[0]
-    triangle = _Triangle(is_causal, None, key, value)
-    gradients = _backward(grad_out, query, triangle, out, logsumexp, None, scale, dropout_p, seed)
-    dq, dk, dv = (_laid_out_like(g, torch.empty_like(t)) for g, t in zip(gradients, (query, key, value), strict=True))
+    seed = philox_seed.view(torch.int64)[0] if dropout_p else None
+    flags: dict[str, Any] = {"causal": is_causal, "scale": scale, "dropout": dropout_p, "seed": seed}
+    given, saved = (query, key, value), (grad_out, out, logsumexp)
+    gradients = attention_backward("dense", given, saved, (True, True, True), **flags)
+    dq, dk, dv = (_laid_out_like(g, torch.empty_like(t)) for g, t in zip(gradients, given, strict=True))
     return dq, dk, dv
 
 
@@ -116,7 +114,9 @@ def cpu_forward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """aten::_scaled_dot_product_flash_attention_for_cpu; torch calls it without dropout."""
-    out, lse = _forward(query, _top_left(query, key, value, is_causal), attn_mask, scale, dropout_p, None)
+    key, value, flags = _as_flags(query, key, value, is_causal, attn_mask)
+    out, lse = attention(query, key, value, return_lse=True, scale=scale, dropout=dropout_p, **flags)
+    out = _laid_out_like(out, torch.empty_like(query))
     batch, num_heads, seqlen_q = lse.shape
     return out, _laid_out_like(lse, lse.new_empty(batch, seqlen_q, num_heads).transpose(1, 2))
 
@@ -135,10 +135,11 @@ def cpu_backward(
     scale: float | None = None,
 ) -> DenseGradients:
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward."""
-    triangle = _top_left(query, key, value, is_causal)
-    dq, dk, dv = _backward(grad_out, query, triangle, out, logsumexp.contiguous(), attn_mask, scale, dropout_p, None)
-    unseen = key.shape[2] - triangle.key.shape[2]
-    if unseen:
+    seen, values, flags = _as_flags(query, key, value, is_causal, attn_mask)
+    given, saved = (query, seen, values), (grad_out, out, logsumexp)
+    flags |= {"scale": scale, "dropout": dropout_p}
+    dq, dk, dv = attention_backward("dense", given, saved, (True, True, True), **flags)
+    if unseen := key.shape[2] - seen.shape[2]:
         dk, dv = (F.pad(g, (0, 0, 0, unseen)) for g in (dk, dv))
     dq, dk, dv = (
         _laid_out_like(g, torch.empty_permuted(g.shape, (0, 2, 1, 3), dtype=g.dtype, device=g.device))
@@ -147,54 +148,16 @@ def cpu_backward(
     return dq, dk, dv
 
 
-class _Triangle(NamedTuple):
-    """The causal alignment as tilewise flags, and the keys and values that some query sees."""
-
-    causal: bool
-    window_right: int | None
-    key: Tensor
-    value: Tensor
-
-
-def _top_left(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> _Triangle:
-    if not is_causal:
-        return _Triangle(False, None, key, value)
-    causal, window, key, value = top_left(query, key, value)
-    return _Triangle(causal, None if window is None else window[1], key, value)
-
-
-def _forward(
-    q: Tensor, triangle: _Triangle, mask: Tensor | None, scale: float | None, dropout: float, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    causal, right, k, v = triangle
-    window = None if right is None else (None, right)
-    flags = {"causal": causal, "window": window, "scale": scale, "dropout": dropout, "seed": seed, **_masking(mask)}
-    out, lse = attention(q, k, v, return_lse=True, **flags)
-    return _laid_out_like(out, torch.empty_like(q)), lse
-
-
-def _backward(
-    dout: Tensor,
-    q: Tensor,
-    triangle: _Triangle,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    seed: Tensor | None,
-) -> DenseGradients:
-    causal, right, k, v = triangle
-    flags = Flags(causal=causal, window_right=right, scale=scale, dropout=dropout, needs_grad=True)
-    operands = Operands(q, k, v, seed=seed if dropout else None, **_masking(mask))
-    gradients = ops.backward("dense", operands, flags, out, lse, dout, None, Wanted())
-    return cast("DenseGradients", gradients[:3])
-
-
-def _masking(mask: Tensor | None) -> dict[str, Any]:
-    if mask is None:
-        return {}
-    return {"mask" if mask.dtype == torch.bool else "bias": mask}
+def _as_flags(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The keys and values that some query sees, and the flags of masks aligned with the top-left corner."""
+    flags: dict[str, Any] = {}
+    if is_causal:
+        flags["causal"], flags["window"], key, value = top_left(query, key, value)
+    if mask is not None:
+        flags["mask" if mask.dtype == torch.bool else "bias"] = mask
+    return key, value, flags
 
 
 def _laid_out_like(result: Tensor, empty: Tensor) -> Tensor:

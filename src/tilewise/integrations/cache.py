@@ -2,7 +2,8 @@
 
 A cache of whole sequences is a paged cache whose pages are as long as the cache, so lengths on the GPU and
 `cache_batch_idx` cost neither a copy nor a synchronisation. With a left pad the pages are one token long: the table
-skips the padding, which is never read.
+skips the padding, which is never read. Before anything is written, positions and pages must exist, and no two rows may
+share memory.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise import settings
 from tilewise.api import attention, attention_after, attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
-from tilewise.integrations.bounds import Bound, check_apart, check_bounds
-from tilewise.integrations.descales import Descales
+from tilewise.integrations.flash import Descales
 from tilewise.integrations.translation import check_integers, number_of, places, require_tensors
 from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import check_tables, rotate
@@ -30,7 +31,13 @@ from tilewise.totals import check_totals
 __all__ = ["Rotary", "Store", "append_and_attend"]
 
 Lengths = int | Tensor
+LENGTHS = "An int for all sequences, or int32 (batch,)."
 Write = Callable[[], None]
+# (stride, least index, largest index) of a dimension, in bytes.
+Dim = tuple[int, int, int]
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+# K and V.
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,11 @@ class Store:
             raise InvalidProblem("k_cache", f"at least {batch} rows as q has sequences", len(self.k), fix)
         fix = "One number a sequence, as int32."
         rows = len(self.k) if self.table is None else len(self.table)
-        for name, numbers, bound in (
-            ("cache_batch_idx", self.batch_idx, rows), ("cache_leftpad", self.leftpad, self.capacity + 1)
-        ):  # fmt: skip
+        limits = (("cache_batch_idx", self.batch_idx, rows), ("cache_leftpad", self.leftpad, self.capacity + 1))
+        for name, numbers, bound in limits:
             if numbers is not None:
                 check_integers(name, numbers, (batch,), fix)
-                check_bounds(Bound(name, numbers, bound, "rows and slots of the cache", fix))
+                _check_bounds(_Bound(name, numbers, bound, "rows and slots of the cache", fix))
         if self.leftpad is not None and self.k.shape[0] * self.k.shape[1] >= 2**31:
             raise Unsupported("cache_leftpad with a cache of 2^31 slots or more: slots are counted in int32")
         if self.table is None:
@@ -164,55 +170,51 @@ def append_and_attend(
 
     `descales` belong to an e4m3 store, which cannot be attended without them. Other stores ignore them.
     """
-    _check_queries(q, cu_seqlens_q)
+    rank, expected = 4, "(batch, seqlen, heads, dim)"
+    if cu_seqlens_q is not None:
+        require_tensors(cu_seqlens_q=cu_seqlens_q)
+        rank, expected = 3, "(total, heads, dim) beside cu_seqlens_q"
+    if q.dim() != rank:
+        raise InvalidProblem("q", f"a tensor {expected}", f"shape {tuple(q.shape)}", "Reshape it.")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     store = store.checked(batch)
-    seqlens = _spread(seqlens, batch)
-    _check_lengths("cache_seqlens", seqlens, batch)
+    total = _checked_lengths("cache_seqlens", seqlens, batch)
+    if total is None and k is None and v is None and store.table is None:
+        total = store.k.shape[1]
     write: Write | None = None
     if k is None or v is None:
-        _reject_without_new_tokens(k, v, rotary)
-        total: Lengths = store.k.shape[1] if seqlens is None and store.table is None else _given(seqlens)
-    else:
+        if k is not v:
+            raise InvalidProblem("k, v", "both or neither", "one of them", "Keys and values are appended together.")
+        if rotary is not None:
+            fix = "Cached keys are turned when they are appended; turn q yourself with apply_rotary_emb."
+            raise InvalidProblem("rotary_cos", "None because no k and v are appended", "a tensor", fix)
+    if total is None:
+        raise InvalidProblem("cache_seqlens", "the tokens already in the cache", None, LENGTHS)
+    if k is not None and v is not None:
         require_tensors(k=k, v=v)
-        before = _given(seqlens)
-        _check_new(k, v, store, None if cu_seqlens_k_new is not None else batch)
-        _check_offsets(cu_seqlens_k_new, batch, len(k))
-        write, q = _appending(store, q, k, v, before, rotary, batch, cu_seqlens_q, cu_seqlens_k_new)
-        total = before + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
+        _check_new(k, v, store, batch, cu_seqlens_k_new)
+        write, q = _appending(store, q, k, v, total, rotary, batch, cu_seqlens_q, cu_seqlens_k_new)
+        total = total + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
     whole = store.table is None and store.batch_idx is None and store.leftpad is None
     if whole and isinstance(total, int) and cu_seqlens_q is None:
         return _attend_dense(q, store, total, write, chunk, descales, flags)
-    lengths = _per_sequence(total, batch, q)
-    return _attend_paged(q, store, lengths, write, cu_seqlens_q, max_seqlen_q, chunk, descales, flags)
+    if not isinstance(total, Tensor):
+        total = torch.full((batch,), total, dtype=torch.int32, device=q.device)
+    flags |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    return _attend_paged(q, store, total.int(), write, chunk, descales, flags)
 
 
-def _check_queries(q: Tensor, cu_seqlens_q: object) -> None:
-    if cu_seqlens_q is not None:
-        require_tensors(cu_seqlens_q=cu_seqlens_q)
-    expected = "(batch, seqlen, heads, dim)" if cu_seqlens_q is None else "(total, heads, dim) beside cu_seqlens_q"
-    if q.dim() != (4 if cu_seqlens_q is None else 3):
-        raise InvalidProblem("q", f"a tensor {expected}", f"shape {tuple(q.shape)}", "Reshape it.")
-
-
-def _spread(seqlens: Any, batch: int) -> Any:
-    """A length without dimensions applies to every sequence; it is not read."""
-    return seqlens.expand(batch) if isinstance(seqlens, Tensor) and not seqlens.dim() else number_of(seqlens)
-
-
-def _given(seqlens: Lengths | None) -> Lengths:
-    if seqlens is None:
-        fix = "An int for all sequences, or int32 (batch,)."
-        raise InvalidProblem("cache_seqlens", "the tokens already in the cache", None, fix)
-    return seqlens
-
-
-def _reject_without_new_tokens(k: Tensor | None, v: Tensor | None, rotary: Rotary | None) -> None:
-    if k is not None or v is not None:
-        raise InvalidProblem("k, v", "both or neither", "one of them", "Keys and values are appended together.")
-    if rotary is not None:
-        fix = "Cached keys are turned when they are appended; turn q yourself with apply_rotary_emb."
-        raise InvalidProblem("rotary_cos", "None because no k and v are appended", "a tensor", fix)
+def _checked_lengths(name: str, seqlens: Any, batch: int) -> Any:
+    """An int, or a length for each sequence. A tensor without dimensions is one for all of them; it is not read."""
+    if isinstance(seqlens, Tensor):
+        seqlens = seqlens if seqlens.dim() else seqlens.expand(batch)
+        check_integers(name, seqlens, (batch,), LENGTHS)
+        return seqlens
+    number = number_of(seqlens)
+    is_count = isinstance(number, int | np.integer) and not isinstance(number, bool) and number >= 0
+    if number is not None and not is_count:
+        raise InvalidProblem(name, "the tokens already in the cache", repr(number), LENGTHS)
+    return number
 
 
 def _tokens(x: Tensor, cu_seqlens: Tensor | None, base: Lengths, *, spread: bool = True) -> tuple[Tensor, Tensor]:
@@ -227,35 +229,20 @@ def _tokens(x: Tensor, cu_seqlens: Tensor | None, base: Lengths, *, spread: bool
     return sequence, (index if spread else torch.zeros_like(index)) + start
 
 
-def _check_lengths(name: str, seqlens: Any, batch: int) -> None:
-    fix = "An int for all sequences, or int32 (batch,)."
-    if isinstance(seqlens, Tensor):
-        check_integers(name, seqlens, (batch,), fix)
-    elif seqlens is not None and (
-        not isinstance(seqlens, int | np.integer) or isinstance(seqlens, bool) or seqlens < 0
-    ):
-        raise InvalidProblem(name, "the tokens already in the cache", repr(seqlens), fix)
-
-
-def _check_new(k: Tensor, v: Tensor, store: Store, batch: int | None) -> None:
-    """Check that new rows fit the store and `batch` sequences, or are packed."""
+def _check_new(k: Tensor, v: Tensor, store: Store, batch: int, cu_seqlens: Tensor | None) -> None:
+    """Check that new rows, of `batch` sequences or packed, fit the store. Contents are read on a CPU only."""
+    rows: tuple[Any, ...] = (batch, "seqlen") if cu_seqlens is None else ("total",)
     for name, new, old in (("k", k, store.k), ("v", v, store.v)):
-        rows = ("total",) if batch is None else (batch, "seqlen")
         heads = tuple(old.shape[2:])
         fits = new.dim() == len(rows) + 2 and tuple(new.shape[-2:]) == heads and new.shape[:-2] == k.shape[:-2]
-        if not fits or (batch is not None and new.shape[0] != batch) or new.device != old.device:
+        if not fits or (cu_seqlens is None and new.shape[0] != batch) or new.device != old.device:
             expected = f"({', '.join(map(str, (*rows, *heads)))}) on {old.device} as the cache is"
             fix = "Append K and V of as many tokens for every sequence of q, or pack them with cu_seqlens_k_new."
             raise InvalidProblem(name, expected, f"{tuple(new.shape)} on {new.device}", fix)
-
-
-def _check_offsets(cu_seqlens: Tensor | None, batch: int, rows: int) -> None:
-    """Check where the new rows of every sequence begin. Contents are read on a CPU only."""
-    if cu_seqlens is None:
-        return
-    check_integers("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "Running totals of the new tokens, as int32.")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_totals("cu_seqlens_k_new", cu_seqlens.tolist(), rows)
+    if cu_seqlens is not None:
+        check_integers("cu_seqlens_k_new", cu_seqlens, (batch + 1,), "Running totals of the new tokens, as int32.")
+        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_totals("cu_seqlens_k_new", cu_seqlens.tolist(), len(k))
 
 
 def _appending(
@@ -275,7 +262,12 @@ def _appending(
             fix = f"Convert it with .to({old.dtype})."
             raise InvalidProblem(name, f"dtype {old.dtype} as the cache has", new.dtype, fix)
     sequence, position = _tokens(k, cu_seqlens_k, before)
-    turned = None if rotary is None else _turns(rotary, q, k, before, batch, cu_seqlens_q, cu_seqlens_k)
+    turned: tuple[Tensor, Tensor] | None = None
+    if rotary is not None:
+        # The positions that rotate the tokens of q and of k.
+        offsets = _checked_lengths("rotary_seqlens", rotary.offsets, batch)
+        base = before if offsets is None else offsets
+        turned = _tokens(q, cu_seqlens_q, base, spread=rotary.spread)[1], _tokens(k, cu_seqlens_k, base)[1]
     if cu_seqlens_k is not None:
         # Rows past the last sequence are not written.
         inside = (sequence < batch).nonzero().flatten()
@@ -283,45 +275,22 @@ def _appending(
         turned = None if turned is None else (turned[0], turned[1][inside])
     slots = store.slots(sequence, position)
     fix = "Give the sequence more room in the cache (or more pages in its table)."
-    bounds = [Bound("cache_seqlens", position, store.capacity, "tokens of capacity", fix)]
+    bounds = [_Bound("cache_seqlens", position, store.capacity, "tokens of capacity", fix)]
     if store.table is not None:
         number = store.k.shape[0] * store.k.shape[1]
-        bounds.append(Bound("block_table", slots, number, "slots of all pages", "Name pages there are."))
+        bounds.append(_Bound("block_table", slots, number, "slots of all pages", "Name pages there are."))
     if rotary is not None and turned is not None:
         fix = "Make the tables as long as the cache."
-        bounds += [Bound("rotary_cos", turns, rotary.cos.shape[0], "rows", fix) for turns in turned]
-    if not check_bounds(*bounds, read=store.table is not None) and store.table is not None:
+        bounds += [_Bound("rotary_cos", turns, rotary.cos.shape[0], "rows", fix) for turns in turned]
+    if not _check_bounds(*bounds, read=store.table is not None) and store.table is not None:
         # In a captured or compiled graph a row without a page is skipped.
         inside = (position < store.capacity) & (slots < store.k.shape[0] * store.k.shape[1])
         slots = torch.where(inside, slots, -1)
     if rotary is not None and turned is not None:
         q, k = rotary.turn(q, turned[0]), rotary.turn(k, turned[1])
-    check_apart((store.k, store.v), (k, v), batch if store.table is None and store.batch_idx is None else None)
+    _check_apart((store.k, store.v), (k, v), batch if store.table is None and store.batch_idx is None else None)
     rows = (k, v) if k.dim() == 3 else (k.flatten(0, 1), v.flatten(0, 1))
     return functools.partial(write_rows, *rows, store.k, store.v, slots.flatten()), q
-
-
-def _turns(
-    rotary: Rotary,
-    q: Tensor,
-    k: Tensor,
-    before: Lengths,
-    batch: int,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The positions that rotate the tokens of q and of k."""
-    offsets = _spread(rotary.offsets, batch)
-    _check_lengths("rotary_seqlens", offsets, batch)
-    base = before if offsets is None else offsets
-    turns = _tokens(q, cu_seqlens_q, base, spread=rotary.spread)[1]
-    return turns, _tokens(k, cu_seqlens_k, base)[1]
-
-
-def _per_sequence(total: Lengths, batch: int, q: Tensor) -> Tensor:
-    if isinstance(total, Tensor):
-        return total.int()
-    return torch.full((batch,), total, dtype=torch.int32, device=q.device)
 
 
 def _attend_dense(
@@ -339,7 +308,7 @@ def _attend_dense(
     k, v = store.k[: len(q), :total], store.v[: len(q), :total]
     if chunk:
         ends = torch.full((1,), total, dtype=torch.int64, device=q.device)
-        flags = {**flags, "mask": _same_chunk(ends, ends.new_full((1,), q.shape[1]), q.shape[1], total, chunk)}
+        flags["mask"] = _same_chunk(ends, ends.new_full((1,), q.shape[1]), q.shape[1], total, chunk)
     attended: Any = q, k, v
     if descales is not None and k.dtype == E4M3:
         attended = descales.containers(q, k, v, len(q), "bshd")
@@ -353,35 +322,36 @@ def _attend_paged(
     store: Store,
     total: Tensor,
     write: Write | None,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: int | None,
     chunk: int,
     descales: Descales | None,
     flags: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    batch = total.numel()
+    batch, starts = total.numel(), flags["cu_seqlens_q"]
     k, v, table = store.pages(batch)
     seqlens_k = total if store.leftpad is None else (total - store.leftpad.int()).clamp(min=0)
-    dense_q = cu_seqlens_q is None
-    longest = q.shape[1] if dense_q else q.shape[0] if max_seqlen_q is None else max_seqlen_q
-    if cu_seqlens_q is None:
-        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * longest
+    dense_q, packed = starts is None, q.flatten(0, 1) if starts is None else q
+    longest = flags["max_seqlen_q"]
+    if dense_q:
+        longest = q.shape[1]
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * longest
+    elif longest is None:
+        longest = q.shape[0]
+    one_row = dense_q and longest == 1
+    flags |= (
+        {"cu_seqlens_q": None, "max_seqlen_q": None} if one_row else {"cu_seqlens_q": starts, "max_seqlen_q": longest}
+    )
     if chunk:
-        keys = table.shape[1] * k.shape[1]
-        flags = {**flags, "mask": _same_chunk(seqlens_k, cu_seqlens_q.diff(), longest, keys, chunk)}
-    packed = q.flatten(0, 1) if dense_q else q
-    if not (dense_q and longest == 1):
-        flags = {**flags, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": longest}
+        flags["mask"] = _same_chunk(seqlens_k, starts.diff(), longest, table.shape[1] * k.shape[1], chunk)
     fp8 = descales if k.dtype == E4M3 else None
     attended: Any = (packed, k, v) if fp8 is None else fp8.paged(packed, k, v, batch)
     if write is None:
-        query, keys_in, values_in = attended
-        out, lse = attention_paged(query, keys_in, values_in, table, seqlens_k, return_lse=True, **flags)
+        query, keys, values = attended
+        out, lse = attention_paged(query, keys, values, table, seqlens_k, return_lse=True, **flags)
     else:
         through = write if store.leftpad is None else functools.partial(_write_through, write, store, k, v)
         out, lse = attention_after(through, "paged", attended, block_table=table, seqlens_k=seqlens_k, **flags)
     if fp8 is not None:
-        out = fp8.rescaled(out, flags.get("cu_seqlens_q"))
+        out = fp8.rescaled(out, flags["cu_seqlens_q"])
     if not dense_q:
         return out, lse
     return out.unflatten(0, (batch, longest)), lse.unflatten(1, (batch, longest)).transpose(0, 1)
@@ -401,3 +371,105 @@ def _same_chunk(seqlens_k: Tensor, seqlens_q: Tensor, rows: int, keys: int, chun
     own = (row + (seqlens_k - seqlens_q)[:, None]).div(chunk, rounding_mode="floor")
     key = torch.arange(keys, device=seqlens_k.device) // chunk
     return (own[:, None, :, None] == key).contiguous()
+
+
+class _Bound(NamedTuple):
+    """The values of an argument must be at least 0 and less than `bound`."""
+
+    name: str
+    numbers: Tensor
+    bound: int
+    what: str
+    fix: str
+
+
+def _check_bounds(*bounds: _Bound, read: bool = False) -> bool:
+    """Refuse values outside their bounds. Returns whether they were read.
+
+    They are read on a CPU, where it is free, and with TILEWISE_CHECK_VALUES=1. On a GPU reading synchronises, once for
+    all of them: with `read` it is done nevertheless, except while a CUDA graph is captured.
+    """
+    there = [each for each in bounds if each.numbers.numel()]
+    if not there:
+        return True
+    if torch.compiler.is_compiling() or any(type(each.numbers) is not Tensor or each.numbers.is_meta for each in there):
+        return False
+    if there[0].numbers.device.type != "cpu" and not settings.current().check_values:
+        captured = there[0].numbers.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not read or captured:
+            return False
+    ends = torch.stack([end.long() for each in there for end in each.numbers.aminmax()]).tolist()
+    for (name, _, bound, what, fix), first, last in zip(there, ends[::2], ends[1::2], strict=True):
+        if first < 0 or last >= bound:
+            raise InvalidProblem(name, f"positions below {bound}, the {what}", first if first < 0 else last, fix)
+    return True
+
+
+def _check_apart(caches: Pair, new: Pair, rows: int | None) -> None:
+    """Refuse caches of K and V in which two elements share memory; only the first `rows` if given.
+
+    V may be a part of K, if the new rows are too: then both writes store the same values. Tensors without memory of
+    their own (fake, traced) are not checked.
+    """
+    if torch.compiler.is_compiling() or any(type(t) is not Tensor or t.is_meta for t in (*caches, *new)):
+        return
+    layouts = [(t.shape if rows is None else (min(rows, len(t)), *t.shape[1:]), t.stride()) for t in caches]
+    for name, layout in zip(("k_cache", "v_cache"), layouts, strict=True):
+        if _overlaps_itself(*layout):
+            fix = "New tokens would overwrite one another. Pass a copy (.contiguous()) and keep that."
+            raise InvalidProblem(name, "rows that share no memory", f"shape {layout[0]}, strides {layout[1]}", fix)
+    k, v = caches
+    apart = k.device != v.device or not _overlap(_distance(caches), k.element_size(), v.element_size(), *layouts)
+    if not apart and not _is_part(caches, new):
+        fix = "Appending v would overwrite k: give each its own memory, or write the cache and call without k and v."
+        raise InvalidProblem("v_cache", "memory that k_cache does not use", "a view of the same", fix)
+
+
+def _distance(pair: Pair) -> int:
+    """Bytes from the first to the second."""
+    return pair[1].data_ptr() - pair[0].data_ptr()
+
+
+def _is_part(caches: Pair, new: Pair) -> bool:
+    """Whether V is the same part of K in the cache and in the new rows."""
+    (k, v), begin = caches, _distance(caches)
+    inside = 0 <= begin <= (k.shape[-1] - v.shape[-1]) * k.element_size()
+    alike = all(a.dtype == b.dtype and a.stride() == b.stride() for a, b in (caches, new))
+    return inside and alike and k.stride(-1) == new[0].stride(-1) == 1 and begin == _distance(new)
+
+
+@functools.lru_cache(maxsize=1024)
+def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether two indices may address the same element: not if each stride exceeds the extent of all smaller ones."""
+    if 0 in shape:
+        return False
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _overlap(distance: int, k_size: int, v_size: int, k: Layout, v: Layout) -> bool:
+    """Whether an element of k and one of v, which begins `distance` bytes after k, share a byte."""
+    if 0 in k[0] or 0 in v[0]:
+        return False
+    dims = [(stride * k_size, 0, size - 1) for size, stride in zip(*k, strict=True)]
+    dims += [(stride * v_size, 1 - size, 0) for size, stride in zip(*v, strict=True)]
+    # The bytes of an element.
+    dims.append((1, 1 - v_size, k_size - 1))
+    return _meets(distance, sorted(dims, reverse=True))
+
+
+def _meets(distance: int, dims: list[Dim]) -> bool:
+    """Whether indices within the bounds reach `distance` exactly. Larger strides come first: they leave few choices."""
+    if not dims:
+        return distance == 0
+    (stride, low, high), *rest = dims
+    least, most = (sum(each[0] * each[end] for each in rest) for end in (1, 2))
+    if stride == 0:
+        return least <= distance <= most and _meets(distance, rest)
+    first, last = max(low, -((most - distance) // stride)), min(high, (distance - least) // stride)
+    return any(_meets(distance - stride * index, rest) for index in range(first, last + 1))

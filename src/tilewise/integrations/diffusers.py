@@ -21,10 +21,11 @@ from tilewise.integrations.translation import (
     UNBOUNDED,
     flag_of,
     number_of,
-    renamed,
     require_tensors,
     softcap_of,
+    top_left,
     window_of,
+    worded,
 )
 
 __all__ = ["NAME", "attend", "register"]
@@ -59,9 +60,7 @@ def register() -> None:
 
 
 def _add_member(names: Any) -> None:
-    """Backends are members of an enumeration, which cannot be extended officially: does what its class
-    statement would.
-    """
+    """Does what the class statement of an enumeration would: enumerations cannot be extended officially."""
     member: Any = str.__new__(names, NAME)
     member._name_, member._value_, member.__objclass__ = MEMBER, NAME, names
     member._sort_order_ = len(names)
@@ -70,6 +69,7 @@ def _add_member(names: Any) -> None:
     type.__setattr__(names, MEMBER, member)
 
 
+@worded(NAMES)
 def attend(
     query: Tensor,
     key: Tensor,
@@ -111,42 +111,21 @@ def attend(
     window = window_of(window_size)
     causal = flag_of("is_causal", is_causal)
     if causal:
-        key, value, causal, window = _top_left(query, key, value, attn_mask, window)
-    mask = _mask(attn_mask, query, key)
-    is_kept = mask is not None and not mask.is_floating_point()
-    try:
-        out, lse = attention(
-            query, key, value, causal=causal, window=window, mask=mask if is_kept else None,
-            bias=None if is_kept else mask, softcap=softcap_of(softcap), dropout=number_of(dropout_p, "dropout_p"),
-            scale=number_of(scale, "scale"), layout="bshd", return_lse=True,
-            deterministic=True if flag_of("deterministic", deterministic) else None,
-        )  # fmt: skip
-    except InvalidProblem as error:
-        raise renamed(error, NAMES) from None
-    return (out, lse) if return_lse else out
-
-
-def _top_left(query: Tensor, key: Tensor, value: Tensor, attn_mask: object, window: Any) -> tuple[Any, ...]:
-    """(key, value, causal, window) that keep key j for query i iff j <= i."""
+        if attn_mask is not None:
+            fix = "Fold the triangle into attn_mask."
+            raise InvalidProblem("attn_mask", "None because is_causal is True", "a mask", fix)
+        if window is not None and query.shape[1] != key.shape[1]:
+            fix = "They are aligned with different corners: pass a mask instead."
+            raise InvalidProblem("window_size", "no window beside is_causal for unequal lengths", window, fix)
+        causal, wide, key, value = top_left(query, key, value, 1)
+        window = wide or window
+    flags: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap_of(softcap)}
+    flags |= {"dropout": number_of(dropout_p, "dropout_p"), "scale": number_of(scale, "scale")}
+    flags["deterministic"] = True if flag_of("deterministic", deterministic) else None
     if attn_mask is not None:
-        fix = "Fold the triangle into attn_mask."
-        raise InvalidProblem("attn_mask", "None because is_causal is True", "a mask", fix)
-    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
-    if seqlen_q == seqlen_k:
-        return key, value, True, window
-    if window is not None:
-        fix = "They are aligned with different corners: pass a mask instead."
-        raise InvalidProblem("window_size", "no window beside is_causal for unequal lengths", window, fix)
-    if seqlen_q < seqlen_k:
-        # No query sees the keys past the last query.
-        return key[:, :seqlen_q], value[:, :seqlen_q], True, None
-    return key, value, False, (None, seqlen_q - seqlen_k)
-
-
-def _mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    if mask is None:
-        return None
-    require_tensors(attn_mask=mask)
-    if mask.dim() == 2 and tuple(mask.shape) == (query.shape[0], key.shape[1]):
-        return mask[:, None, None, :]
-    return mask
+        require_tensors(attn_mask=attn_mask)
+        is_padding = tuple(attn_mask.shape) == (query.shape[0], key.shape[1])
+        mask = attn_mask[:, None, None, :] if is_padding else attn_mask
+        flags["bias" if mask.is_floating_point() else "mask"] = mask
+    out, lse = attention(query, key, value, layout="bshd", return_lse=True, **flags)
+    return (out, lse) if return_lse else out

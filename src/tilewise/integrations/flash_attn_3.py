@@ -10,7 +10,6 @@ Importing this module registers nothing.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import Any
 
@@ -65,9 +64,10 @@ def register_ops() -> None:
             "tilewise.integrations.flash_attn_interface, or uninstall flash-attn 3."
         )
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for schema, function in zip(SCHEMAS, (_fwd, _bwd, _fwd_combine, _get_scheduler_metadata), strict=True):
+    functions: tuple[Any, ...] = (_fwd, _bwd, fa3.flash_attn_combine, _get_scheduler_metadata)
+    for schema, function in zip(SCHEMAS, functions, strict=True):
         library.define(schema)
-        library.impl(schema.split("(")[0], functools.partial(_without_autograd, function), "CompositeExplicitAutograd")
+        library.impl(schema.split("(")[0], torch.no_grad()(function), "CompositeExplicitAutograd")
     _registered.append(library)
 
 
@@ -79,11 +79,6 @@ def unregister_ops() -> None:
     namespace = getattr(torch.ops, NAMESPACE)
     for schema in SCHEMAS:
         namespace.__dict__.pop(schema.split("(")[0], None)
-
-
-def _without_autograd(function: Any, *args: Any, **kwargs: Any) -> Any:
-    with torch.no_grad():
-        return function(*args, **kwargs)
 
 
 # The arguments of `_flash_attn_forward` that have another name in the operator.
@@ -108,12 +103,6 @@ def _bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     given["sequed_q"], given["sequed_k"] = given.pop("seqused_q"), given.pop("seqused_k")
     softmax_d = fa3._flash_attn_backward(**given)  # noqa: SLF001
     return softmax_d, *(softmax_d.new_empty(0) for _ in range(4))
-
-
-def _fwd_combine(
-    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    return fa3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
 
 
 def _get_scheduler_metadata(*args: Any, **kwargs: Any) -> Tensor:

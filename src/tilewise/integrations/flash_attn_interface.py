@@ -19,19 +19,16 @@ from torch import Tensor
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
-from tilewise.integrations import aliases, cache, passes, pieces
-from tilewise.integrations.descales import Descale, Descales, rescaled, without_gradients
+from tilewise.integrations import cache, flash
+from tilewise.integrations.flash import Descale, Descales, gradients_refused, rescaled
 from tilewise.integrations.translation import (
     CACHE_NAMES,
     FLASH_NAMES,
     UNBOUNDED,
-    flag_of,
     length,
     number_of,
     require_tensors,
-    softcap_of,
     stacked,
-    window_of,
     worded,
 )
 from tilewise.numerics import merge_all
@@ -53,12 +50,12 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 def install(*, force: bool = False) -> None:
     """Make `import flash_attn_interface` resolve to this module in this process, until `uninstall`."""
-    aliases.put_in_place({"flash_attn_interface": sys.modules[__name__]}, force=force)
+    flash.put_in_place({"flash_attn_interface": sys.modules[__name__]}, force=force)
 
 
 def uninstall() -> None:
     """Undo `install`; a displaced flash_attn_interface comes back."""
-    aliases.take_out({"flash_attn_interface": sys.modules[__name__]})
+    flash.take_out({"flash_attn_interface": sys.modules[__name__]})
 
 
 @worded()
@@ -83,26 +80,59 @@ def flash_attn_func(
 ) -> Result:
     """Attention of q (batch, seqlen_q, heads, dim) to k, v; (out, lse) with `return_attn_probs`."""
     del num_splits, pack_gqa, sm_margin
-    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
-    given = (q, k, v, qv, Descales(q_descale, k_descale, v_descale), _chunk_of(attention_chunk), flags)
-    out, lse = without_gradients(attend_dense, *given) if _is_fp8(q) else attend_dense(*given)
+    flags = flash.flags_of(softmax_scale, causal, window_size, softcap, deterministic)
+    descales = Descales(q_descale, k_descale, v_descale)
+    out, lse = attend(q, k, v, qv, descales, None, _chunk_of(attention_chunk), flags)
     return (out, lse) if return_attn_probs else out
 
 
-def attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, descales: Descales, chunk: int, flags: dict[str, Any]
+class Packed(NamedTuple):
+    """Where packed sequences begin, and how many of their rows count."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
+@gradients_refused
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None,
+    descales: Descales,
+    packed: Packed | None,
+    chunk: int,
+    flags: flash.Flags,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) with FA3's additions to dense attention; `flags` are those of `tilewise.attention`."""
-    fp8 = _is_fp8(q)
-    if fp8 and qv is None and not chunk:
-        made = descales.containers(q, k, v, len(q), "bshd")
-        return attention(*made, layout="bshd", return_lse=True, **flags)
-    q, k, v, out_scale = descales.widened(q, k, v) if fp8 else (q, k, v, None)
-    q, k = _lengthened(q, k, v, qv, fp8)
-    if chunk:
-        out, lse = _dense_chunks(q, k, v, chunk, flags)
+    """(out, lse) with FA3's additions; `flags` are those of `attention`, or of `attention_varlen` if `packed`."""
+    fp8, dense = q.dtype is E4M3, packed is None
+    shape, totals = q.shape[:2], None if packed is None else packed[:2]
+    is_cut = chunk > 0 or (packed is not None and any(used is not None for used in packed[2:]))
+    out_scale = None
+    if fp8 and qv is None and not is_cut:
+        batch = len(q) if totals is None else len(totals[0]) - 1
+        q, k, v = descales.containers(q, k, v, batch, "bshd" if dense else "packed")  # type: ignore[assignment]
     else:
+        if fp8:
+            q, k, v, out_scale = descales.widened(q, k, v, None if totals is None else totals[0])
+        q, k = _lengthened(q, k, v, qv, fp8)
+    if is_cut:
+        if packed is None:
+            # Chunks of dense sequences are packed sequences, too.
+            counts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+            packed = Packed(counts * q.shape[1], counts * k.shape[1])
+            flags = flags | {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        most = len(k) if flags["max_seqlen_k"] is None else flags["max_seqlen_k"]
+        totals = flash.cut(*packed, chunk=chunk, max_seqlen_k=most)
+    if totals is None:
         out, lse = attention(q, k, v, layout="bshd", return_lse=True, **flags)
+    else:
+        out, lse = attention_varlen(q, k, v, *totals, return_lse=True, **flags)
+        if dense:
+            out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
     return rescaled(out, out_scale), lse
 
 
@@ -121,9 +151,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), or of stacked heads (batch, seqlen, heads + 2
-    kv_heads, dim).
-    """
+    """`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads + 2 kv_heads, dim)."""
     if qkv.dim() != 4:
         q, k, v = stacked("qkv", qkv, 3, 2)
     else:
@@ -133,10 +161,9 @@ def flash_attn_qkvpacked_func(
             expected = f"an integer that leaves an even number of qkv's {qkv.shape[2]} stacked heads"
             raise InvalidProblem("num_heads_q", expected, num_heads_q, fix)
         q, k, v = qkv.split([num_heads_q, num_kv_heads, num_kv_heads], 2)
-    return flash_attn_func(
-        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
-        deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs,
-    )  # fmt: skip
+    del sm_margin
+    given = (softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap)
+    return flash_attn_func(q, k, v, *given, deterministic=deterministic, return_attn_probs=return_attn_probs)
 
 
 @worded()
@@ -167,51 +194,13 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention of packed sequences, of which the first `seqused_*` rows count; other rows give 0 and lse -inf."""
     del num_splits, pack_gqa, sm_margin
-    flags = _flags(softmax_scale, causal, window_size, softcap, deterministic)
     require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    for name, number in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        flags[name] = length(name, number)
+    flags = flash.flags_of(softmax_scale, causal, window_size, softcap, deterministic)
+    flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     descales = Descales(q_descale, k_descale, v_descale)
-    given = (q, k, v, qv, descales, packed, _chunk_of(attention_chunk), flags)
-    out, lse = without_gradients(attend_packed, *given) if _is_fp8(q) else attend_packed(*given)
+    out, lse = attend(q, k, v, qv, descales, packed, _chunk_of(attention_chunk), flags)
     return (out, lse) if return_attn_probs else out
-
-
-class Packed(NamedTuple):
-    """Where packed sequences begin, and how many of their rows count."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-
-
-def attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None,
-    descales: Descales,
-    packed: Packed,
-    chunk: int,
-    flags: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) with FA3's additions to packed attention; `flags` are those of `tilewise.attention_varlen`."""
-    fp8 = _is_fp8(q)
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = packed
-    if fp8 and qv is None and not chunk and seqused_q is None and seqused_k is None:
-        made = descales.containers(q, k, v, len(cu_seqlens_q) - 1, "packed")
-        return attention_varlen(*made, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
-    q, k, v, out_scale = descales.widened(q, k, v, cu_seqlens_q) if fp8 else (q, k, v, None)
-    q, k = _lengthened(q, k, v, qv, fp8)
-    if chunk or seqused_q is not None or seqused_k is not None:
-        cu_seqlens_q, cu_seqlens_k = pieces.cut(
-            cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, chunk=chunk,
-            max_seqlen_k=len(k) if flags["max_seqlen_k"] is None else flags["max_seqlen_k"],
-        )  # fmt: skip
-    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
-    return rescaled(out, out_scale), lse
 
 
 @worded(CACHE_NAMES | {"block_table": "page_table"})
@@ -256,21 +245,28 @@ def flash_attn_with_kvcache(
     """
     del scheduler_metadata, num_splits, pack_gqa, sm_margin
     require_tensors(q=q)
-    _reject_for_caches(q, qv, rotary_cos)
+    if qv is not None:
+        raise Unsupported(
+            "qv with a cache: concatenate k and v once when they are written, store that as k_cache, and pass q with "
+            "qv appended to it"
+        )
+    if q.dtype == E4M3 and rotary_cos is not None:
+        raise Unsupported("rotary tables with FP8: turn q and k before they are quantised")
     attention_chunk = _chunk_of(attention_chunk)
     store = cache.Store(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
-    causal, window = flag_of("causal", causal), window_of(window_size)
-    spread = causal or window is not None or attention_chunk > 0
+    flags = flash.flags_of(softmax_scale, causal, window_size, softcap, False)
+    spread = flags["causal"] or flags["window"] is not None or attention_chunk > 0
     rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=spread, offsets=rotary_seqlens)
     out, lse = cache.append_and_attend(
-        q, k, v, store, cache_seqlens, rotary,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
-        max_seqlen_q=length("max_seqlen_q", max_seqlen_q), chunk=attention_chunk,
-        descales=Descales(q_descale, k_descale, v_descale), causal=causal, window=window, softcap=softcap_of(softcap),
-        scale=number_of(softmax_scale, "softmax_scale"),
-    )  # fmt: skip
-    nothing = torch.empty(0, dtype=torch.float32, device=out.device)
-    return (out, lse, nothing, nothing) if return_softmax_lse else out
+        *(q, k, v, store, cache_seqlens, rotary),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k_new=cu_seqlens_k_new,
+        max_seqlen_q=length("max_seqlen_q", max_seqlen_q),
+        chunk=attention_chunk,
+        descales=Descales(q_descale, k_descale, v_descale),
+        **flags,
+    )
+    return (out, lse, *_accumulators(out)) if return_softmax_lse else out
 
 
 def flash_attn_combine(
@@ -370,51 +366,54 @@ def _flash_attn_forward(
     `flash_attn_with_kvcache`, which has no gradient.
     """
     del scheduler_metadata, num_splits, pack_gqa, sm_margin
-    window_size = window_size_left, window_size_right
-    packed = cu_seqlens_k is not None
-    cached: dict[str, Any] = {
-        "k_new": k_new, "v_new": v_new, "cu_seqlens_k_new": cu_seqlens_k_new, "page_table": page_table,
-        "kv_batch_idx": kv_batch_idx, "leftpad_k": leftpad_k, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin,
-        "seqlens_rotary": seqlens_rotary,
-    }  # fmt: skip
-    is_cached = any(tensor is not None for tensor in cached.values())
-    if packed and (is_cached or cu_seqlens_q is None):
-        names = (
-            ", ".join(name for name, tensor in cached.items() if tensor is not None) or "queries that are not packed"
-        )
-        raise Unsupported(f"cu_seqlens_k with {names}: packed keys are attended by packed queries alone")
-    shared: dict[str, Any] = {
-        "softmax_scale": softmax_scale, "causal": causal, "qv": qv, "q_descale": q_descale, "k_descale": k_descale,
-        "v_descale": v_descale, "window_size": window_size, "attention_chunk": attention_chunk, "softcap": softcap,
-    }  # fmt: skip
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    flags: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "qv": qv, "softcap": softcap, **descales}
+    flags |= {"window_size": (window_size_left, window_size_right), "attention_chunk": attention_chunk}
+    # Of these only caches know, under their names there.
+    cached = {
+        "k": ("k_new", k_new),
+        "v": ("v_new", v_new),
+        "cu_seqlens_k_new": ("cu_seqlens_k_new", cu_seqlens_k_new),
+        "page_table": ("page_table", page_table),
+        "cache_batch_idx": ("kv_batch_idx", kv_batch_idx),
+        "cache_leftpad": ("leftpad_k", leftpad_k),
+        "rotary_cos": ("rotary_cos", rotary_cos),
+        "rotary_sin": ("rotary_sin", rotary_sin),
+        "rotary_seqlens": ("seqlens_rotary", seqlens_rotary),
+    }
+    given = [name for name, tensor in cached.values() if tensor is not None]
     result: Any
-    if packed:
-        sequences: dict[str, Any] = {
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
-        }  # fmt: skip
-        result = flash_attn_varlen_func(q, k, v, return_attn_probs=True, **sequences, **shared)
+    if cu_seqlens_k is not None:
+        if given or cu_seqlens_q is None:
+            names = ", ".join(given) or "queries that are not packed"
+            raise Unsupported(f"cu_seqlens_k with {names}: packed keys are attended by packed queries alone")
+        packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+        result = flash_attn_varlen_func(q, k, v, *packed, return_attn_probs=True, **flags)  # type: ignore[arg-type]
     elif seqused_q is not None:
         raise Unsupported("seqused_q without cu_seqlens_q: pass running totals of the rows that are stored")
-    elif is_cached or seqused_k is not None or cu_seqlens_q is not None:
-        result = flash_attn_with_kvcache(
-            q, k, v, k_new, v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=seqused_k,
-            cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=seqlens_rotary,
-            rotary_interleaved=rotary_interleaved, return_softmax_lse=True, **shared,
-        )  # fmt: skip
+    elif given or seqused_k is not None or cu_seqlens_q is not None:
+        flags |= {name: tensor for name, (_, tensor) in cached.items()}
+        flags |= {"cache_seqlens": seqused_k, "cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        flags["rotary_interleaved"] = rotary_interleaved
+        result = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **flags)
     else:
-        result = flash_attn_func(q, k, v, return_attn_probs=True, **shared)
+        result = flash_attn_func(q, k, v, return_attn_probs=True, **flags)
     out, lse = result[:2]
     if out_ is not None:
         if out_.shape != out.shape or out_.dtype != out.dtype:
             got = f"{out_.dtype} {tuple(out_.shape)}"
             raise InvalidProblem("out_", f"{out.dtype} {tuple(out.shape)}", got, "It takes the result.")
         out = out_.copy_(out)
+    return (out, lse, *_accumulators(out))
+
+
+def _accumulators(out: Tensor) -> tuple[Tensor, Tensor]:
+    """Empty, because splits are merged inside the kernel."""
     nothing = torch.empty(0, dtype=torch.float32, device=out.device)
-    return out, lse, nothing, nothing
+    return nothing, nothing
 
 
+@worded(FLASH_NAMES | {"lse": "softmax_lse"})
 def _flash_attn_backward(
     dout: Tensor,
     q: Tensor,
@@ -445,53 +444,18 @@ def _flash_attn_backward(
     are 0.
     """
     del sm_margin
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k)  # type: ignore[arg-type]
-    given = (softmax_scale, is_causal, (window_size_left, window_size_right), softcap, deterministic)
-    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _backward((dq, dk, dv), (q, k, v), (dout, out, softmax_lse), given, packed, lengths)
-
-
-@worded(FLASH_NAMES | {"lse": "softmax_lse"})
-def _backward(
-    written: passes.Written,
-    attended: tuple[Tensor, Tensor, Tensor],
-    saved: tuple[Tensor, Tensor, Tensor],
-    given: tuple[Any, ...],
-    packed: Packed,
-    lengths: dict[str, int | None],
-) -> Tensor:
-    flags = {**_flags(*given), "dropout": 0.0}
-    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = packed
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        if seqused_q is not None or seqused_k is not None:
+    window_size = window_size_left, window_size_right
+    flags = flash.flags_of(softmax_scale, is_causal, window_size, softcap, deterministic, dropout=0.0)
+    totals: flash.Totals = None
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
+        totals = cu_seqlens_q, cu_seqlens_k  # type: ignore[assignment]
+    if sequed_q is not None or sequed_k is not None:
+        if totals is None:
             raise Unsupported("sequed_q, sequed_k without cu_seqlens: pass running totals of the rows that are stored")
-        return passes.gradients_into(written, attended, saved, flags, None)
-    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    flags |= {name: length(name, number) for name, number in lengths.items()}
-    totals = cu_seqlens_q, cu_seqlens_k
-    if seqused_q is not None or seqused_k is not None:
-        totals = pieces.cut(*totals, seqused_q=seqused_q, seqused_k=seqused_k)
-    return passes.gradients_into(written, attended, saved, flags, totals)
-
-
-def _flags(
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    deterministic: bool,
-) -> dict[str, Any]:
-    return {
-        "causal": flag_of("causal", causal),
-        "window": window_of(window_size),
-        "softcap": softcap_of(softcap),
-        "scale": number_of(softmax_scale, "softmax_scale"),
-        "deterministic": True if flag_of("deterministic", deterministic) else None,
-    }
-
-
-def _is_fp8(q: object) -> bool:
-    return getattr(q, "dtype", None) is E4M3
+        totals = flash.cut(*totals, sequed_q, sequed_k)
+    return flash.gradients_into((dq, dk, dv), (q, k, v), (dout, out, softmax_lse), flags, totals)
 
 
 def _chunk_of(attention_chunk: object) -> int:
@@ -514,24 +478,3 @@ def _lengthened(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, fp8: bool) -
             "(each head with its own k and v) instead of the latent ones"
         )
     return torch.cat((q, qv.to(q.dtype)), -1), torch.cat((k, v), -1)
-
-
-def _dense_chunks(q: Tensor, k: Tensor, v: Tensor, chunk: int, flags: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-    totals = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-    cuts = pieces.cut(totals * seqlen_q, totals * seqlen_k, chunk=chunk, max_seqlen_k=seqlen_k)
-    out, lse = attention_varlen(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *cuts, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k,
-        return_lse=True, **flags,
-    )  # fmt: skip
-    return out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-
-
-def _reject_for_caches(q: Tensor, qv: Tensor | None, rotary_cos: Tensor | None) -> None:
-    if qv is not None:
-        raise Unsupported(
-            "qv with a cache: concatenate k and v once when they are written, store that as k_cache, and pass q with "
-            "qv appended to it"
-        )
-    if q.dtype == E4M3 and rotary_cos is not None:
-        raise Unsupported("rotary tables with FP8: turn q and k before they are quantised")

@@ -15,11 +15,10 @@ mask.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +29,12 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations.translation import number_of, renamed, top_left
+from tilewise.integrations.translation import number_of, top_left, worded
 from tilewise.nn.multihead import multi_head_attention_forward
 from tilewise.subclasses import check_class
 
 __all__ = ["InvalidCall", "register", "routed", "scaled_dot_product_attention"]
 
-Arguments = ParamSpec("Arguments")
-Made = TypeVar("Made")
 # torch's names of tilewise's arguments.
 NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}
 PLAIN = (Tensor, Parameter)
@@ -47,20 +44,7 @@ class InvalidCall(InvalidProblem, RuntimeError):
     """A wrong argument of one of torch's functions, which would raise RuntimeError: so this is one too."""
 
 
-def _as_torch(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Makes the errors of a function use torch's argument names, and be caught where torch's are."""
-
-    @functools.wraps(function)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        try:
-            return function(*args, **kwargs)
-        except InvalidProblem as error:
-            raise renamed(error, NAMES, InvalidCall) from None
-
-    return call
-
-
-@_as_torch
+@worded(NAMES, InvalidCall)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -99,8 +83,11 @@ def scaled_dot_product_attention(
         _check_mask(attn_mask, query)
     _, num_heads, _, head_dim = query.shape
     num_kv_heads, head_dim_v = key.shape[1], value.shape[3]
-    if not enable_gqa and num_heads != num_kv_heads:
-        key, value = _one_head_for_all(query, key, value)
+    # Without `enable_gqa` torch only broadcasts a single head, or none, whose values are 0.
+    if not enable_gqa and num_heads != num_kv_heads and not num_kv_heads == value.shape[1] <= 1:
+        fix = "Pass enable_gqa=True to let several query heads share a key head."
+        fix = "Expand the query to the heads of the key." if num_heads == 1 else fix
+        raise InvalidProblem("key", f"{num_heads} heads as query has, or 1", num_kv_heads, fix)
     is_empty = not (num_heads and num_kv_heads and head_dim and head_dim_v)
     if is_empty:
         query, key, value, attn_mask = _filled(query, key, value, attn_mask)
@@ -110,10 +97,9 @@ def scaled_dot_product_attention(
     if is_causal:
         causal, window, key, value = top_left(query, key, value)
     masked = attn_mask is not None and attn_mask.dtype == torch.bool
-    out = attention(
-        query, key, value, causal=causal, window=window, mask=attn_mask if masked else None,
-        bias=None if masked else attn_mask, dropout=number_of(dropout_p), scale=number_of(scale),
-    )  # fmt: skip
+    mask, bias = (attn_mask, None) if masked else (None, attn_mask)
+    flags = {"dropout": number_of(dropout_p), "scale": number_of(scale)}
+    out: Tensor = attention(query, key, value, causal=causal, window=window, mask=mask, bias=bias, **flags)
     if is_empty:
         out = out[:, :num_heads, :, :head_dim_v]
     return out if lead is None else out.reshape(*lead, *out.shape[-2:])
@@ -221,21 +207,10 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
         raise InvalidProblem("attn_mask", "at least 2 dimensions (seqlen_q, seqlen_k)", tuple(mask.shape), fix)
 
 
-def _one_head_for_all(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Without `enable_gqa` torch only broadcasts a single head, or none, whose values are 0."""
-    if key.shape[1] == value.shape[1] <= 1:
-        return key, value
-    if query.shape[1] == 1:
-        fix = "Expand the query to the heads of the key."
-    else:
-        fix = "Pass enable_gqa=True to let several query heads share a key head."
-    raise InvalidProblem("key", f"{query.shape[1]} heads as query has, or 1", key.shape[1], fix)
-
-
 # The torch functions that are replaced, and their replacements.
 ROUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: scaled_dot_product_attention,
-    F.multi_head_attention_forward: _as_torch(multi_head_attention_forward),
+    F.multi_head_attention_forward: worded(NAMES, InvalidCall)(multi_head_attention_forward),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,7 +24,6 @@ __all__ = [
     "length",
     "number_of",
     "places",
-    "renamed",
     "require_tensors",
     "softcap_of",
     "stacked",
@@ -41,17 +41,10 @@ FLASH_NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "wind
 CACHE_NAMES = FLASH_NAMES | {"k_pages": "k_cache", "v_pages": "v_cache", "seqlens_k": "cache_seqlens"}
 
 
-def renamed(
-    error: InvalidProblem, names: dict[str, str], kind: type[InvalidProblem] = InvalidProblem
-) -> InvalidProblem:
-    """The same error with the caller's argument name, as an error of the `kind` that the caller expects."""
-    return kind(names.get(error.argument, error.argument), error.expected, error.got, error.fix)
-
-
 def worded(
-    names: dict[str, str] = FLASH_NAMES,
+    names: dict[str, str] = FLASH_NAMES, kind: type[InvalidProblem] = InvalidProblem
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
-    """Makes the errors of a flash-attn function use that function's argument names."""
+    """Makes the errors of a drop-in use its argument names, and be of the `kind` that its callers expect."""
 
     def made(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         @functools.wraps(function)
@@ -59,8 +52,11 @@ def worded(
             try:
                 return function(*args, **kwargs)
             except InvalidProblem as error:
-                raise renamed(error, names) from None
+                name = names.get(error.argument, error.argument)
+                raise kind(name, error.expected, error.got, error.fix) from None
 
+        # Ring attention asks `inspect.getfullargspec`, which ignores `__wrapped__`.
+        call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         return call
 
     return made
@@ -164,11 +160,12 @@ def places(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return sequence, rows - cu_seqlens[sequence]
 
 
-def top_left(q: Tensor, k: Tensor, v: Tensor) -> tuple[bool, tuple[int | None, int | None] | None, Tensor, Tensor]:
-    """(causal, window, k, v) that keep key j for query i iff j <= i. Heads-first tensors."""
-    seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+def top_left(q: Tensor, k: Tensor, v: Tensor, dim: int = 2) -> tuple[bool, Window | None, Tensor, Tensor]:
+    """(causal, window, k, v) that keep key j for query i iff j <= i; `dim` is that of the tokens."""
+    seqlen_q, seqlen_k = q.shape[dim], k.shape[dim]
     if seqlen_q > seqlen_k:
         return False, (None, seqlen_q - seqlen_k), k, v
     if seqlen_q < seqlen_k:
-        k, v = k[..., :seqlen_q, :], v[..., :seqlen_q, :]
+        # No query sees the keys past the last query.
+        k, v = k.narrow(dim, 0, seqlen_q), v.narrow(dim, 0, seqlen_q)
     return True, None, k, v

@@ -7,7 +7,9 @@ arrays indexed by a request's *row*; Python loops run only over requests that ne
 
 from __future__ import annotations
 
+import operator
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,17 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.errors import InvalidProblem, OutOfPages
-from tilewise.kv.numbers import are_ones, integers_of, sizes_of, within
 from tilewise.kv.pages import PageAllocator
-from tilewise.kv.prefix import Ids, Key, PrefixIndex, depth_of, hash_page, known_ids, page_of
-from tilewise.kv.requests import Batch, Request
-from tilewise.kv.rows import ALL, Changes, Ints, Rows, consecutive
-from tilewise.kv.stats import CacheStats
-from tilewise.kv.written import Full, WrittenPages
+from tilewise.kv.prefix import ID_BYTES, Ids, Key, PrefixIndex, depth_of, hash_page, known_ids, page_of
+from tilewise.kv.rows import ALL, Batch, Changes, Ints, Request, Rows, consecutive
 
-__all__ = ["CacheStats", "PageBook", "Step"]
+__all__ = ["CacheStats", "PageBook", "Step", "sizes_of", "within"]
 
 Tokens = Sequence[int]
+
+# Minimum number of pages that a step enters into the index, and the factor over the average number of pages its
+# requests fill: the backlog shrinks while a batch decodes.
+LEAST_AT_ONCE, HASTE = 16, 1.25
 
 
 class Step(NamedTuple):
@@ -45,6 +47,38 @@ class Step(NamedTuple):
     changed: Changes
     copies: list[tuple[int, int]]
     previous: Ints | None = None
+
+
+class CacheStats(NamedTuple):
+    """What a cache holds now, and its totals so far.
+
+    `slots_wasted` are slots of held pages without a token; `utilisation` is the share of slots with one. `hit_rate` is
+    the share of prompt tokens that were found in the cache when their request was added.
+    """
+
+    num_pages: int
+    pages_free: int
+    pages_idle: int
+    pages_held: int
+    pages_shared: int
+    requests: int
+    tokens_stored: int
+    slots_wasted: int
+    prompt_tokens: int
+    hit_tokens: int
+    evictions: int
+    copies: int
+
+    @property
+    def hit_rate(self) -> float:
+        """0 before the first prompt."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """1 where no page is held."""
+        slots = self.tokens_stored + self.slots_wasted
+        return self.tokens_stored / slots if slots else 1.0
 
 
 class PageBook:
@@ -82,10 +116,10 @@ class PageBook:
         self._requests: dict[int, Request] = {}
         self._next_request = 0
         self._prompt_tokens = self._hit_tokens = self._copies = 0
-        self._filled: Full | None = None
+        self._filled: _Full | None = None
         # The batch of the last step, if none of its requests was freed.
         self._batch: Batch | None = None
-        self._written = WrittenPages(self.index, self.pages, self.rows)
+        self._written = _WrittenPages(self.index, self.pages, self.rows)
         # Requests of the last step, and the pages that it took if it only decoded.
         self._work = 0, 0
 
@@ -194,7 +228,7 @@ class PageBook:
     ) -> Step:
         """Reserve slots for the next tokens of some requests: see `PagedKVCache.step`."""
         batch = self._batch_of(requests)
-        if batch.slots is not None and (counts is None or are_ones(counts, len(batch.rows))):
+        if batch.slots is not None and (counts is None or _are_ones(counts, len(batch.rows))):
             return self._decode(batch, batch.slots, tokens)
         rows = batch.rows
         before = self.lengths[rows]
@@ -210,7 +244,7 @@ class PageBook:
         first = before // self.page_size
         full = after // self.page_size - first
         places = np.repeat(np.arange(len(rows)), full)
-        self._filled = Full(batch, places, consecutive(first, full)) if len(places) else None
+        self._filled = _Full(batch, places, consecutive(first, full)) if len(places) else None
         slots, self._work = self._slots(rows, before, new), (len(rows), 0)
         if bool((after >= self.rows.prompts[rows]).all()):
             batch.slots = slots if len(slots) == len(rows) else slots[np.cumsum(new) - 1]
@@ -286,13 +320,11 @@ class PageBook:
     def stats(self) -> CacheStats:
         """Counted over the pages of all requests."""
         self._written.enter()
-        held, wasted = self.pages.held, sum(self.page_size - filled for filled in self._partly_filled().values())
-        return CacheStats(
-            num_pages=self.pages.num_pages, pages_free=self.pages.available - self.pages.idle,
-            pages_idle=self.pages.idle, pages_held=held, pages_shared=self.pages.shared, requests=len(self._requests),
-            tokens_stored=held * self.page_size - wasted, slots_wasted=wasted, prompt_tokens=self._prompt_tokens,
-            hit_tokens=self._hit_tokens, evictions=self.pages.evictions, copies=self._copies,
-        )  # fmt: skip
+        pages, held = self.pages, self.pages.held
+        wasted = sum(self.page_size - filled for filled in self._partly_filled().values())
+        pool = (pages.num_pages, pages.available - pages.idle, pages.idle, held, pages.shared)
+        tokens = (held * self.page_size - wasted, wasted, self._prompt_tokens, self._hit_tokens)
+        return CacheStats(*pool, len(self._requests), *tokens, pages.evictions, self._copies)
 
     # Inside
 
@@ -357,7 +389,7 @@ class PageBook:
         self.lengths[rows] = after
         self._note_ids(batch, before, ids, given)
         full = np.nonzero(after % size == 0)[0]
-        self._filled = Full(batch, full, after[full] // size - 1) if len(full) else None
+        self._filled = _Full(batch, full, after[full] // size - 1) if len(full) else None
         batch.slots, self._work = slots, (len(rows), len(out))
         return Step(batch.requests, rows, batch.ones, before, slots, self.rows.taken_changes(), [], previous)
 
@@ -425,7 +457,7 @@ class PageBook:
         left: Ints = self.rows.prompts[rows] - before
         if counts is None:
             return left.clip(min=1)
-        new = integers_of("counts", counts)
+        new = _integers_of("counts", counts)
         if new.shape != left.shape:
             raise InvalidProblem("counts", f"{len(rows)} entries, one a request", new.shape, "Count every request.")
         bad = np.nonzero((new < 1) | ((left > 0) & (new > left)))[0]
@@ -489,3 +521,131 @@ class PageBook:
         pages = self.table[row, position // self.page_size].astype(np.int64)
         slots: Ints = pages * self.page_size + position % self.page_size
         return slots
+
+
+class _Full(NamedTuple):
+    """Pages that a step fills: page number `numbers[i]` of request `places[i]` of its batch.
+
+    Arrays, because a prompt has many pages, and the garbage collector walks through lists.
+    """
+
+    batch: Batch
+    places: Ints
+    numbers: Ints
+
+    @property
+    def rows(self) -> Ints:
+        """The rows of their requests."""
+        return self.batch.rows[self.places]
+
+    def part(self, begin: int, end: int) -> _Full:
+        """A slice of them."""
+        return _Full(self.batch, self.places[begin:end], self.numbers[begin:end])
+
+
+class _WrittenPages:
+    """Full pages waiting to be entered into the index, a limited number per step.
+
+    If another request filled a page with the same tokens first, that page is used and this one is given back: equal
+    prompts that come together end up on the same pages.
+    """
+
+    def __init__(self, index: PrefixIndex, pages: PageAllocator, rows: Rows) -> None:
+        self._index, self._pages, self._rows = index, pages, rows
+        # One entry per step, and how many of the first step's pages are entered.
+        self._queue: deque[_Full] = deque()
+        self._entered = self._waiting = 0
+
+    def add(self, full: _Full) -> None:
+        """Queue pages that are written."""
+        self._queue.append(full)
+        self._waiting += len(full.places)
+
+    def enter_some(self, requests: int, taken: int) -> None:
+        """Enter a step's share of the waiting pages; none if the step itself took many pages."""
+        share = max(LEAST_AT_ONCE, int(HASTE * requests / self._index.page_size))
+        if taken <= 2 * share:
+            self.enter(share)
+
+    def enter(self, most: int | None = None) -> None:
+        """Enter all waiting pages, or the first `most`."""
+        left = self._waiting if most is None else min(most, self._waiting)
+        self._waiting -= left
+        while left:
+            first, full = self._entered, self._queue[0]
+            self._entered = last = min(first + left, len(full.places))
+            self._enter(full.part(first, last))
+            left -= last - first
+            if last == len(full.places):
+                self._queue.popleft()
+                self._entered = 0
+
+    def _enter(self, full: _Full) -> None:
+        """Enter pages whose tokens are known and whose predecessors are in the index."""
+        pages, insert = self._rows.table[full.rows, full.numbers].tolist(), self._index.insert
+        states = [full.batch.states[place] for place in full.places.tolist()]
+        for state, number, page, content in zip(
+            states, full.numbers.tolist(), pages, self._contents(full, states), strict=True
+        ):
+            follows = content and state.traceable and depth_of(state.entry) == number
+            entry = insert(state.entry, content, page) if follows else None
+            if entry is None:
+                state.traceable = False
+                continue
+            state.entry = entry
+            if (known := page_of(entry)) != page:
+                self._pages.hold(known)
+                self._rows.write(state.row, number, [known])
+                self._pages.drop(page)
+
+    def _contents(self, full: _Full, states: list[Request]) -> list[bytes]:
+        """The ids of each page; empty if one is unknown."""
+        size = self._index.page_size
+        first = full.numbers * size
+        noted, there = self._rows.noted_ids(full.rows, first, size)
+        contents = [noted[at : at + ID_BYTES * size] for at in range(0, len(noted), ID_BYTES * size)]
+        for place in np.nonzero(~there)[0].tolist():
+            state, begin = states[place], int(first[place])
+            ids = state.tokens if len(state.tokens) >= begin + size else self._rows.moved_ids(state.row, state.tokens)
+            contents[place] = ids[begin : begin + size].tobytes() if len(ids) >= begin + size else b""
+        return contents
+
+
+def sizes_of(**sizes: Any) -> list[int]:
+    """Positive integers. Raises for anything else, True included."""
+    found: list[int] = []
+    for name, size in sizes.items():
+        number = None if isinstance(size, bool) else within(size, 2**63 - 1)
+        if not number:
+            raise InvalidProblem(name, "an integer of at least 1", size, "A cache has pages, and pages have slots.")
+        found.append(number)
+    return found
+
+
+def within(number: Any, last: int) -> int | None:
+    """An integer from 0 to `last`, also of NumPy or torch; None if it is not one."""
+    try:
+        index = operator.index(number)
+    except (TypeError, RuntimeError):
+        return None
+    return index if 0 <= index <= last else None
+
+
+def _integers_of(name: str, numbers: Any) -> NDArray[np.int64]:
+    """The numbers as an array. Raises for fractions and for what has no shape."""
+    try:
+        found = np.asarray(numbers)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidProblem(name, "integers", repr(numbers), "Count tokens.") from None
+    if found.size and found.dtype.kind not in "iu":
+        raise InvalidProblem(name, "integers", found.dtype, "Count tokens.")
+    return found.astype(np.int64)
+
+
+def _are_ones(counts: object, number: int) -> bool:
+    """Whether these are `number` ones."""
+    if isinstance(counts, np.ndarray):
+        return counts.dtype.kind in "iu" and counts.shape == (number,) and bool((counts == 1).all())
+    if not isinstance(counts, list | tuple):
+        return False
+    return len(counts) == number == counts.count(1) and {*map(type, counts)} <= {int}

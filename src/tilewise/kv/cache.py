@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tilewise import derivatives
 from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
-from tilewise.kv.book import CacheStats, PageBook, Step
+from tilewise.kv.book import CacheStats, PageBook, Step, sizes_of, within
 from tilewise.kv.groups import PrefixGroups
-from tilewise.kv.numbers import sizes_of, within
-from tilewise.kv.quantised import SOURCES, append_quantised, as_container, copy_quantised, new_scales
+from tilewise.kv.quantised import SOURCES, append_quantised, new_scales
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
 from tilewise.problem import MAX_HEAD_DIM
@@ -281,8 +281,8 @@ class PagedKVCache:
         k_pages, v_pages = self.pages(layer)
         if self._scales is None:
             return k_pages, v_pages
-        k_scale, v_scale = self._scales
-        return as_container(k_pages, k_scale[layer]), as_container(v_pages, v_scale[layer])
+        k_scale, v_scale = (scale[layer][..., None] for scale in self._scales)
+        return Fp8Tensor(k_pages, k_scale, "page", "paged"), Fp8Tensor(v_pages, v_scale, "page", "paged")
 
     def block_table(self) -> Tensor:
         """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns).
@@ -301,9 +301,7 @@ class PagedKVCache:
         return self._running().cu_seqlens_q
 
     def slots(self) -> Tensor:
-        """int64 (rows,) on the device: the slot of each row of the step, counted through all slots of all pages; -1 for
-        the rows of seats without a request in the step.
-        """
+        """int64 (rows,) on the device: the slot of each row of the step, through all pages; -1 for unused seats."""
         return self._running().slots
 
     def shared_prefix(self) -> SharedPrefix | None:
@@ -395,6 +393,7 @@ class PagedKVCache:
             raise InvalidProblem(
                 name, "a tensor without gradient", got, "Write under torch.no_grad(): pages have none."
             )
+        derivatives.refuse_tangents((new,))
         if new.is_nested or new.layout != torch.strided:
             raise InvalidProblem(name, "a dense tensor", "a nested or sparse one", "Pack its rows.")
         check_class(name, new)
@@ -411,12 +410,8 @@ class PagedKVCache:
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         there = torch.tensor(copies, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         source, target = there.to(self.device, non_blocking=True).unbind(1)
-        if self._scales is None:
-            for pages in (self.k, self.v):
-                copy_pages(pages, source, target)
-            return
-        for pages, scale in zip((self.k, self.v), self._scales, strict=True):
-            copy_quantised(pages, scale, source, target)
+        for tensor in (self.k, self.v, *(self._scales or ())):
+            copy_pages(tensor, source, target)
 
 
 def _listed(tokens: Tokens) -> Sequence[int]:

@@ -79,9 +79,7 @@ class PrefixGroups:
 
 
 def find_groups(table: Table, rows: Ints, shareable: Ints) -> list[PrefixGroup]:
-    """Groups of a batch: `table[rows[i]]` are the pages of request i, of which the first `shareable[i]` may be
-    shared.
-    """
+    """Groups of a batch: `table[rows[i]]` are the pages of request i; the first `shareable[i]` may be shared."""
     places = np.nonzero(shareable > 0)[0]
     return _branches(table, rows, shareable, places, 0, 0) if len(places) > 1 else []
 

@@ -70,14 +70,9 @@ class PageAllocator:
 
     def take(self) -> int:
         """A page that no request holds: a free one, else the least recently used idle one."""
-        if self._free:
-            page = self._free.pop()
-        elif self._idle:
-            (page,) = self._evict(1)
-        else:
+        if not self.available:
             raise OutOfPages(f"all {self.num_pages} pages are held")
-        self._references[page] = 1
-        return page
+        return int(self.take_many(1)[0])
 
     def take_many(self, count: int) -> NDArray[np.int64]:
         """`take`, `count` times. The caller has checked that they are available."""

@@ -88,9 +88,7 @@ class PrefixIndex:
             yield found
 
     def insert(self, parent: Entry | None, tokens: bytes, page: int) -> Entry | None:
-        """Add a full page. If another page has this content, returns its entry; None if the chain cannot
-        continue here.
-        """
+        """Add a full page. Returns its entry, or the one of a page with this content; None if the chain ends here."""
         page_before, depth, key = _EMPTY if parent is None else _HEAD.unpack_from(parent)
         if parent is not None and self._by_page.get(page_before) is not parent:
             return None

@@ -10,7 +10,7 @@ numbers keep all their bits unless they fall below e4m3's smallest normal one, 2
 never saturate. NaN and infinities become NaN and do not affect scales, as in tilewise.fp8. A row without a slot (-1) is
 ignored.
 
-On an NVIDIA GPU this is one launch for K and V (backends/triton/quantised_rows.py); below is the definition.
+On an NVIDIA GPU this is one launch for K and V (backends/triton/serving.py); below is the definition.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.canonical import contiguous_last
-from tilewise.fp8.container import E4M3_MAX, Fp8Tensor
+from tilewise.fp8.container import E4M3_MAX
 from tilewise.fp8.rounding import encode
 from tilewise.fp8.scales import AMAX_FLOOR
 
-__all__ = ["SOURCES", "append_quantised", "as_container", "copy_quantised", "new_scales", "write_quantised"]
+__all__ = ["SOURCES", "append_quantised", "new_scales", "write_quantised"]
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 Pair = tuple[Tensor, Tensor]
@@ -33,11 +33,6 @@ Pair = tuple[Tensor, Tensor]
 def new_scales(num_layers: int, num_pages: int, num_kv_heads: int, device: torch.device) -> Tensor:
     """Scales (num_layers, num_pages, num_kv_heads) of empty pages."""
     return torch.full((num_layers, num_pages, num_kv_heads), AMAX_FLOOR, dtype=torch.float32, device=device)
-
-
-def as_container(pages: Tensor, scale: Tensor) -> Fp8Tensor:
-    """One layer's pages as `attention_paged` takes them."""
-    return Fp8Tensor(pages, scale[..., None], "page", "paged")
 
 
 @torch.no_grad()
@@ -79,12 +74,6 @@ def write_quantised(rows: Tensor, pages: Tensor, scale: Tensor, slots: Tensor) -
         memory[where] = encode(memory[where].view(pages.dtype).float(), ratio).view(torch.uint8)
     scale[touched] = after
     memory.index_put_((page, place), encode(values, 1.0 / after[which][..., None]).view(torch.uint8))
-
-
-def copy_quantised(pages: Tensor, scale: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy pages `source` of all layers, with their scales, into pages `target`."""
-    for tensor in (pages.view(torch.uint8), scale):
-        tensor.index_copy_(1, target, tensor.index_select(1, source))
 
 
 def _power_of_two(amax: Tensor) -> Tensor:

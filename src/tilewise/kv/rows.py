@@ -1,4 +1,4 @@
-"""State of all requests as arrays with one row per request, and the changes of the page table.
+"""State of all requests: arrays with one row per request, the changes of the page table, and the batch of a step.
 
 A request keeps its row from `claim` to `release`. With `max_requests` the arrays have their full size from the start
 and stay at their address, so that others may keep views of them; without it they double when they are full.
@@ -6,15 +6,16 @@ and stay at their address, so that others may keep views of them; without it the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.errors import InvalidProblem
-from tilewise.kv.prefix import Ids
+from tilewise.kv.prefix import Entry, Ids
 
-__all__ = ["ALL", "Changes", "Ints", "Rows", "consecutive"]
+__all__ = ["ALL", "Batch", "Changes", "Ints", "Request", "Rows", "consecutive"]
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
@@ -105,9 +106,7 @@ class Rows:
         self._changed.append(Changes(rows, columns))
 
     def note(self, rows: Ints, at: Ints, ids: Ints) -> Ints:
-        """Store ids of tokens after the prompt: token `at[i]` of `rows[i]`, with all ids before it known. Returns which
-        rows must be moved in this step.
-        """
+        """Store ids after the prompt: token `at[i]` of `rows[i]`. Returns which rows must be moved in this step."""
         self._noted[rows, at % NOTED] = ids
         return np.nonzero((at + rows) % SPREAD == 0)[0]
 
@@ -119,9 +118,7 @@ class Rows:
         return ids
 
     def noted_ids(self, rows: Ints, first: Ints, count: int) -> tuple[bytes, NDArray[np.bool_]]:
-        """The ids of `count` tokens from `first[i]` on of every `rows[i]`, and for which rows all of them are
-        stored.
-        """
+        """The ids of `count` tokens from `first[i]` on of each `rows[i]`, and which rows have all of them here."""
         lengths, known = self.lengths[rows], self.known[rows]
         there = (first >= self._noted_from[rows]) & (first >= lengths - NOTED) & (first + count <= known)
         places = (first[:, None] + np.arange(count)) % NOTED
@@ -152,6 +149,39 @@ class Rows:
         )
         self.tail_shared = _grown(self.tail_shared, (2 * rows,))
         self._free = list(range(2 * rows - 1, rows - 1, -1))
+
+
+class Request:
+    """The known token ids of a request, and how far the index has them."""
+
+    __slots__ = ("entry", "row", "tokens", "traceable")
+
+    def __init__(self, row: int, tokens: Ids[int]) -> None:
+        self.row = row
+        # Ids of the prompt, and later ones that were moved here: see `Rows.note`.
+        self.tokens = tokens
+        self.entry: Entry | None = None
+        # False after the first unknown token id, if the index cannot continue the chain, and for a finished request.
+        self.traceable = True
+
+
+class Batch:
+    """The requests of a step, cached for the next one: most steps of an engine have the same requests.
+
+    `slots` has the slot of each request's last token if all of them only decode and write to pages of their own: then
+    the next slot follows it, except for requests that need a page.
+    """
+
+    __slots__ = ("hashed", "ones", "requests", "rows", "slots", "states")
+
+    def __init__(self, requests: Sequence[int], states: list[Request]) -> None:
+        self.requests = tuple(requests)
+        # Hashed before the comparison: a torch tensor equals the number it holds, but is no request.
+        self.hashed = hash(self.requests)
+        self.states = states
+        self.rows: Ints = np.array([state.row for state in states], np.int64)
+        self.ones: Ints = np.ones(len(states), np.int64)
+        self.slots: Ints | None = None
 
 
 def _grown(array: NDArray[Number], shape: tuple[int, ...]) -> NDArray[Number]:

@@ -72,7 +72,7 @@ def same_numbers(a: Ints, b: Ints) -> bool:
     return a is b or np.array_equal(a, b)
 
 
-class Tables:
+class _Tables:
     """Makes the tensors of a step."""
 
     def __init__(self, book: PageBook, device: torch.device) -> None:
@@ -80,18 +80,6 @@ class Tables:
         self.device = device
         # The last step's prefixes: what they were made from, and the parts.
         self._parts: tuple[list[PrefixGroup], Ints, Parts] | None = None
-
-    def batch(self, step: Step) -> BatchTables:
-        """The step's tables, after its changes were applied."""
-        raise NotImplementedError
-
-    def fixed(self, step: Step) -> BatchTables:
-        """The tables of all seats, always the same tensors. Requests that are not in the step have no keys."""
-        raise NotImplementedError
-
-    def shared(self, step: Step, groups: list[PrefixGroup]) -> SharedPrefix:
-        """The hint for the step's groups."""
-        raise NotImplementedError
 
     def columns(self, lengths: Ints) -> int:
         """Columns of a table for sequences of these lengths."""
@@ -125,7 +113,7 @@ class Tables:
         return Parts(described, prefix, lengths, running_totals(members), None if in_order else rows, shift)
 
 
-class HostTables(Tables):
+class HostTables(_Tables):
     """For a CPU: tensors over the host's own arrays."""
 
     def __init__(self, book: PageBook, device: torch.device) -> None:
@@ -136,7 +124,7 @@ class HostTables(Tables):
         self._last: BatchTables | None = None
 
     def batch(self, step: Step) -> BatchTables:
-        """The step's tables."""
+        """The step's tables, after its changes were applied."""
         after = step.before + step.counts
         packed = len(step.slots) != len(step.counts)
         return BatchTables(
@@ -148,7 +136,7 @@ class HostTables(Tables):
         )
 
     def fixed(self, step: Step) -> BatchTables:
-        """The tables of all seats."""
+        """The tables of all seats, always the same tensors. Requests that are not in the step have no keys."""
         lengths, slots = self._lengths, self._slots
         lengths[:], slots[:] = 0, NO_SLOT
         lengths[step.rows], slots[step.rows] = step.before + step.counts, step.slots
@@ -226,16 +214,14 @@ class SentPrefixes(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The last step's slots on the host. Slots and lengths on the device, which are private, as of `steps` steps ago:
-    see `_one_more`.
-    """
+    """The last step's slots on the host; slots and lengths on the device as of `steps` steps ago, see `_one_more`."""
 
     slots: Ints
     buffer: Tensor
     steps: int = 0
 
 
-class StagedTables(Tables):
+class StagedTables(_Tables):
     """For a GPU: a mirror on the device, updated by one copy per step."""
 
     def __init__(self, book: PageBook, device: torch.device) -> None:
@@ -367,9 +353,7 @@ class StagedTables(Tables):
         return self.device.type == "cuda"
 
     def _changes(self) -> tuple[Ints, Ints]:
-        """Flat indices of the mirror that changed, and their new values. The mirror grows with the table, on the
-        device.
-        """
+        """Flat indices of the mirror that changed, and their new values. The mirror grows with the table."""
         table, old = self.book.table, self._mirror.tensor
         if tuple(old.shape) != table.shape:
             with torch.inference_mode(False):
@@ -405,9 +389,7 @@ class StagedTables(Tables):
 
 
 class Stage:
-    """Several int64 and int32 arrays in one buffer of `size` int64, each at a multiple of 16 bytes, because launches
-    are specialised by alignment.
-    """
+    """int64 and int32 arrays in one buffer of `size` int64, each 16-byte aligned: launches specialise by alignment."""
 
     def __init__(self, longs: tuple[int, ...], ints: tuple[int, ...]) -> None:
         # The size of each array and of the gap after it, and the slices.
@@ -472,3 +454,5 @@ def _places(sizes: list[int], first: int) -> list[slice]:
 
 # Steps of a decoding batch send arrays of the same sizes, except when pages are taken.
 _stage = functools.lru_cache(maxsize=256)(Stage)
+
+Tables = HostTables | StagedTables

@@ -60,4 +60,5 @@ def _takes(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
 
 def copy_pages(pages: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy pages `source` of (num_layers, num_pages, ...) into pages `target`; all are read before any is written."""
+    pages = pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
     pages.index_copy_(1, target, pages.index_select(1, source))

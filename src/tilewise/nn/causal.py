@@ -83,7 +83,8 @@ class CausalSelfAttention(torch.nn.Module):
         if min(sizes) < 1 or embed_dim % num_heads or num_heads % num_kv_heads:
             expected = "embed_dim a multiple of num_heads, and num_heads of num_kv_heads"
             raise InvalidProblem("embed_dim", expected, sizes, "Choose sizes that divide.")
-        if window is not None and not _is_count(window):
+        is_count = isinstance(window, int | np.integer) and not isinstance(window, bool) and window >= 1
+        if window is not None and not is_count:
             expected = "None or an integer of at least 1, the token itself"
             raise InvalidProblem("window", expected, window, "None sees all earlier tokens.")
         # Checked here, because a module that only evaluates would never pass it to a call.
@@ -124,7 +125,3 @@ class CausalSelfAttention(torch.nn.Module):
         out = attention(q, k, v, causal=True, window=window, dropout=dropout, layout="bshd")
         projected: Tensor = self.out(out.flatten(2))
         return projected
-
-
-def _is_count(number: object) -> bool:
-    return isinstance(number, int | np.integer) and not isinstance(number, bool) and bool(number >= 1)

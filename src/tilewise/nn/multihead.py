@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,24 +51,20 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
             return out, weights
-        if self._qkv_same_embed_dim:
-            q, k, v = _projected_together(query, key, value, self.in_proj_weight, self.in_proj_bias)
-        else:
-            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            q, k, v = _projected(query, key, value, separate, self.in_proj_bias)
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        matrices = self.in_proj_weight if self._qkv_same_embed_dim else separate
+        projected = _projected(query, key, value, matrices, self.in_proj_bias)
         batched = query.dim() == 3
-        q, k, v = (_heads(t, self.num_heads, batch_first=self.batch_first) for t in (q, k, v))
+        q, k, v = (_heads(t, self.num_heads, batch_first=self.batch_first) for t in projected)
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         k, v, extra = _with_extra_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)
-        out = _attend(
-            q, k, v, extra, key_padding_mask, None if is_causal else attn_mask, is_causal=is_causal,
-            dropout=self.dropout if self.training else 0.0,
-        )  # fmt: skip
-        projected: Tensor = self.out_proj(out.flatten(2))
+        mask, dropout = None if is_causal else attn_mask, self.dropout if self.training else 0.0
+        out = _attend(q, k, v, extra, key_padding_mask, mask, is_causal=is_causal, dropout=dropout)
+        out = self.out_proj(out.flatten(2))
         if not batched:
-            return projected.squeeze(0), None
-        return projected if self.batch_first else projected.transpose(0, 1), None
+            return out.squeeze(0), None
+        return out if self.batch_first else out.transpose(0, 1), None
 
 
 def multi_head_attention_forward(
@@ -118,12 +115,15 @@ def multi_head_attention_forward(
     if (bias_k is None) != (bias_v is None):
         given = "bias_v" if bias_k is None else "bias_k"
         raise InvalidProblem("bias_k, bias_v", "both or neither", f"{given} alone", "Pass the other one, too.")
+    named = {"in_proj_weight": in_proj_weight}
     if use_separate_proj_weight:
-        weights = [_given(n, w) for n, w in zip(SEPARATE, (q_proj_weight, k_proj_weight, v_proj_weight), strict=True)]
-        q, k, v = _projected(query, key, value, weights, in_proj_bias)
-    else:
-        q, k, v = _projected_together(query, key, value, _given("in_proj_weight", in_proj_weight), in_proj_bias)
-    q, k, v = (_heads(t, num_heads, batch_first=False) for t in (q, k, v))
+        named = {"q_proj_weight": q_proj_weight, "k_proj_weight": k_proj_weight, "v_proj_weight": v_proj_weight}
+    for name, weight in named.items():
+        if weight is None:
+            raise InvalidProblem(name, "a tensor", None, "use_separate_proj_weight says which weights are read.")
+    matrices: Any = tuple(named.values()) if use_separate_proj_weight else in_proj_weight
+    projected = _projected(query, key, value, matrices, in_proj_bias)
+    q, k, v = (_heads(t, num_heads, batch_first=False) for t in projected)
     k, v = _static("static_k", static_k, bias_k, q, k), _static("static_v", static_v, bias_v, q, v)
     batched = query.dim() == 3
     if key_padding_mask is not None and not batched:
@@ -138,11 +138,8 @@ def multi_head_attention_forward(
         q, k, v, extra, key_padding_mask, attn_mask, is_causal=is_causal, dropout=dropout_p if training else 0.0
     )
     # Sequences first and contiguous, as torch returns them.
-    projected = F.linear(out.transpose(0, 1).flatten(2), out_proj_weight, out_proj_bias)
-    return projected if batched else projected.squeeze(1), None
-
-
-SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    out = F.linear(out.transpose(0, 1).flatten(2), out_proj_weight, out_proj_bias)
+    return out if batched else out.squeeze(1), None
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, *, separate: bool) -> None:
@@ -162,27 +159,16 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num
         raise InvalidProblem("value", expected, tuple(value.shape), "Each key has one value.")
 
 
-def _given(name: str, weight: Tensor | None) -> Tensor:
-    if weight is None:
-        fix = "use_separate_proj_weight says which weights are read."
-        raise InvalidProblem(name, "a tensor", None, fix)
-    return weight
-
-
 def _projected(
-    query: Tensor, key: Tensor, value: Tensor, weights: Sequence[Tensor], bias: Tensor | None
-) -> tuple[Tensor, ...]:
+    query: Tensor, key: Tensor, value: Tensor, weights: Tensor | Sequence[Tensor], bias: Tensor | None
+) -> Sequence[Tensor]:
+    """By three weights, or the three parts of one; by one in a single product if the inputs are the same."""
+    if isinstance(weights, Tensor):
+        if query is key is value:
+            return F.linear(query, weights, bias).chunk(3, -1)
+        weights = weights.chunk(3)
     biases = (None,) * 3 if bias is None else bias.chunk(3)
-    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-
-
-def _projected_together(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, ...]:
-    """By the three parts of one weight; in one product if the inputs are the same."""
-    if query is key is value:
-        return F.linear(query, weight, bias).chunk(3, -1)
-    return _projected(query, key, value, weight.chunk(3), bias)
+    return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
 
 def _heads(rows: Tensor, num_heads: int, *, batch_first: bool) -> Tensor:

@@ -15,9 +15,7 @@ __all__ = ["check_rotary", "check_tables", "rotary_table", "rotate"]
 def rotary_table(
     seqlen: int, rotary_dim: int, *, start: int = 0, base: float = 10000.0, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each fp32 (seqlen, rotary_dim / 2): pair p is rotated by position * base^(-2p / rotary_dim), with
-    positions counted from `start`.
-    """
+    """fp32 (cos, sin), (seqlen, rotary_dim / 2): pair p is turned by position * base^(-2p / rotary_dim)."""
     check_rotary(rotary_dim, base)
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
     positions = torch.arange(start, start + seqlen, dtype=torch.float32, device=device)

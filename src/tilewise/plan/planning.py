@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import cascade, dispatch, validation
 from tilewise import device as devices
-from tilewise.backends.base import Explaining
+from tilewise.backends.base import Explaining, TileMasking
 from tilewise.cascade import SharedPrefix
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
@@ -26,15 +25,34 @@ from tilewise.plan import cost, report
 from tilewise.plan.advice import TileAdvice, advise
 from tilewise.plan.roofline import Memory, Work, memory_of, naive_work, tiled_work
 from tilewise.problem import AttentionProblem, Kind
-from tilewise.validation.flags import seed_tensor
+from tilewise.tile_masks import TileMask
+from tilewise.tiles import EMPTY, FULL, TILE
+from tilewise.totals import lengths_of
 
-__all__ = ["Plan", "Where", "explain", "plan_of"]
+__all__ = ["Higher", "ListedTiles", "Plan", "Where", "explain", "plan_of"]
 
 # A device of this machine, the name of any known one, or its spec.
 Where = str | torch.device | DeviceSpec | None
 
 # The tile used if no tiled backend takes the problem.
 TEXTBOOK_TILE = TileGrid(128, 128)
+
+
+class Higher(NamedTuple):
+    """Which backend would compute tangents (jvp) and second derivatives, and who refused before it."""
+
+    backend: str | None
+    rejected: tuple[Rejection, ...]
+
+
+class ListedTiles(NamedTuple):
+    """The tiles of 128 x 128 that a tile mask lists, of all sequences and heads, and that causal and window leave."""
+
+    tiles: TileCounts
+    # The visited part of the tiles that causal and window leave. Unread maps count as full.
+    share: float
+    nbytes: int
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +63,9 @@ class Plan:
     `lengths_read` is False if the lengths of packed sequences could not be read and their bounds are used instead.
     `tile` is the backend's own, chosen by measurement; `advice` says which tiles fit the device, and why. `cascade`
     says what happens to a shared prefix that was given; figures still count every sequence's keys. `quantised` says how
-    the backend computes with e4m3 operands, `unordered` what differs from run to run, if anything.
+    the backend computes with e4m3 operands, `unordered` what differs from run to run, if anything. `higher` says who
+    would compute tangents and second derivatives of the call. `mask` counts the tiles of a tile mask; FLOPs and times
+    count the pairs of visited tiles.
     """
 
     problem: AttentionProblem
@@ -62,9 +82,11 @@ class Plan:
     naive: Work
     tiled: Work
     advice: TileAdvice
+    higher: Higher
     cascade: str | None = None
     quantised: str | None = None
     unordered: str | None = None
+    mask: ListedTiles | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain dicts, lists, strings and numbers."""
@@ -94,7 +116,7 @@ def explain(
     causal: bool = False,
     window: Window | None = None,
     bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | TileMask | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -119,20 +141,16 @@ def explain(
     """
     if unknown:
         raise validation.unexpected(explain, unknown)
-    paged, packed = block_table is not None, cu_seqlens_q is not None
-    layouts = ("packed", "paged") if paged else ("packed",) if packed else (layout,)
-    data, scales = validation.unwrapped(q, k, v, *layouts)
-    tensors = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, mask, alibi_slopes, sinks)
-    kind = _kind_of(tensors)
-    _refuse_misplaced(kind, dropout, layout)
-    tensors = tensors._replace(**dict(zip("qkv", validation.autocast(*data), strict=True)))
-    if seed is not None:
-        tensors = tensors._replace(seed=seed_tensor(seed, dropout))
+    data: tuple[Any, Any, Any] = (q, k, v)
+    hidden: Any = mask
+    given = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, hidden, alibi_slopes, sinks)
+    kind = _kind_of(given, dropout, layout)
     options = Options(
         causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k
     )
-    flags = validation.normalise(options, needs_grad=validation.any_needs_grad(*data, bias, sinks))
-    tensors, flags = validation.with_scales(tensors, flags, scales)
+    # Without a seed none is drawn: planning leaves torch's generator alone.
+    tensors, flags = validation.checked(kind, given, options, 0 if seed is None else seed)
+    tensors = tensors._replace(seed=None) if seed is None else tensors
     plan = plan_of(kind, tensors, flags, device)
     if shared_prefix is None:
         return plan
@@ -150,8 +168,11 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
     grid = TileGrid(*shape)
     bands = _bands(problem, operands if readable else None)
     rated = devices.measured_cpu() if spec == devices.this_cpu() else spec
-    pairs = sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads
+    listed = _listed(problem, operands if readable else None, backend)
+    share = 1.0 if listed is None else listed.share
+    pairs = round(sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads * share)
     dims = problem.head_dim, problem.head_dim_v
+    quantised, unordered = _reported(problem, backend)
     memory = memory_of(problem, [t.numel() * t.dtype.itemsize for t in operands if t is not None])
     return Plan(
         problem=problem,
@@ -166,40 +187,34 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
         flops_backward=cost.backward_flops(pairs, *dims) if problem.needs_grad else 0,
         memory=memory,
         naive=naive_work(problem, bands, memory, rated),
-        tiled=tiled_work(problem, bands, grid, memory, rated),
+        tiled=tiled_work(problem, bands, grid, memory, rated, share),
         advice=advise(problem, rated),
-        quantised=_quantised(problem, backend),
-        unordered=_unordered(problem, backend),
+        higher=Higher(*_choose(dataclasses.replace(problem, higher=True), spec, flags.backend, here=here)),
+        quantised=quantised,
+        unordered=unordered,
+        mask=listed,
     )
 
 
-def _kind_of(tensors: Operands) -> Kind:
-    """The kind of problem of the given tensors. Raises if a required tensor is missing."""
-    given = tensors._asdict()
-    names = ["q", "k", "v", "bias", "mask", "alibi_slopes", "sinks"]
+def _kind_of(given: Operands, dropout: float, layout: str) -> Kind:
+    """The kind of problem of the given tensors. Raises for what a call of this kind does not take."""
     kind: Kind = "dense"
-    if tensors.block_table is not None or tensors.seqlens_k is not None:
-        kind, names = "paged", [*names, "block_table", "seqlens_k", "cu_seqlens_q"]
-        if tensors.cu_seqlens_k is not None:
+    if given.block_table is not None or given.seqlens_k is not None:
+        kind = "paged"
+        if given.cu_seqlens_k is not None:
             fix = "Keys in pages have their lengths in seqlens_k."
             raise InvalidProblem("cu_seqlens_k", "None beside block_table", "a tensor", fix)
-    elif tensors.cu_seqlens_q is not None or tensors.cu_seqlens_k is not None:
-        kind, names = "varlen", [*names, "cu_seqlens_k", "cu_seqlens_q"]
-        if tensors.cu_seqlens_q is None:
+        if dropout != 0.0:
+            fix = "Dropout is for training, pages for serving."
+            raise InvalidProblem("dropout", "0.0 beside block_table", dropout, fix)
+    elif given.cu_seqlens_q is not None or given.cu_seqlens_k is not None:
+        kind = "varlen"
+        if given.cu_seqlens_q is None:
             fix = "Packed sequences need the lengths of both sides."
             raise InvalidProblem("cu_seqlens_q", "a torch.Tensor beside cu_seqlens_k", None, fix)
-    validation.require_tensors(optional=validation.OPTIONAL_PAGED, **{name: given[name] for name in names})
-    return kind
-
-
-def _refuse_misplaced(kind: Kind, dropout: float, layout: str) -> None:
-    """Raise for flags that the call of this kind does not take."""
-    if kind == "paged" and dropout != 0.0:
-        raise InvalidProblem(
-            "dropout", "0.0 beside block_table", dropout, "Dropout is for training, pages for serving."
-        )
     if kind != "dense" and layout != "bhsd":
         raise InvalidProblem("layout", "'bhsd' for packed and paged tensors", repr(layout), "Leave layout out.")
+    return kind
 
 
 def _readable(operands: Operands) -> bool:
@@ -233,20 +248,44 @@ def _choose(
     return selection.backend.name, selection.rejected
 
 
-def _quantised(problem: AttentionProblem, backend: str | None) -> str | None:
-    """What the backend reports about e4m3 operands. One without a report dequantises them before its kernels."""
-    if not problem.fp8 or backend is None:
-        return None
-    chosen = dispatch.load(backend)
-    return chosen.fp8_path(problem) if isinstance(chosen, Explaining) else "dequantised before the kernels"
+def _reported(problem: AttentionProblem, name: str | None) -> tuple[str | None, str | None]:
+    """What the backend says about e4m3 operands, and what it sums in no fixed order.
 
-
-def _unordered(problem: AttentionProblem, backend: str | None) -> str | None:
-    """What the backend sums in no fixed order. One without a report repeats its results bit for bit."""
+    One without such reports dequantises before its kernels and repeats its results bit for bit.
+    """
+    backend = None if name is None else dispatch.load(name)
     if backend is None:
+        return None, None
+    if not isinstance(backend, Explaining):
+        return ("dequantised before the kernels" if problem.fp8 else None), None
+    return (backend.fp8_path(problem) if problem.fp8 else None), backend.unordered(problem)
+
+
+def _listed(problem: AttentionProblem, operands: Operands | None, name: str | None) -> ListedTiles | None:
+    """What a tile mask leaves, if there is one and it can be read."""
+    if operands is None or operands.tiles is None or operands.tile_bits is None:
         return None
-    chosen = dispatch.load(backend)
-    return chosen.unordered(problem) if isinstance(chosen, Explaining) else None
+    path = "no backend takes it"
+    if name is not None and isinstance(backend := dispatch.load(name), TileMasking):
+        path = backend.skips_tiles(problem)
+    kinds = operands.tiles.expand(problem.batch, problem.num_heads, -1, -1)
+    inside, whole = (torch.ones(kinds.shape[2:], dtype=torch.bool, device=kinds.device) for _ in range(2))
+    if problem.kind == "dense":
+        band, grid = Band(problem.seqlen_q, problem.seqlen_k, *problem.band), TileGrid(TILE, TILE)
+        inside.fill_(False)
+        whole.fill_(False)
+        for m_block in range(kinds.shape[2]):
+            for tile in band.key_tiles(m_block, grid):
+                inside[m_block, tile.n_block] = True
+                # Keys past the last one do not count: the map calls such a tile full too.
+                end = min((tile.n_block + 1) * TILE, problem.seqlen_k)
+                common = band.keys_common(m_block * TILE, (m_block + 1) * TILE)
+                whole[m_block, tile.n_block] = common.start <= tile.n_block * TILE and end <= common.stop
+    full = int(((kinds == FULL) & whole).sum())
+    visited = int(((kinds != EMPTY) & inside).sum())
+    counts = TileCounts(full, visited - full, kinds.numel() - visited)
+    possible = int(inside.sum()) * problem.batch * problem.num_heads
+    return ListedTiles(counts, visited / max(1, possible), operands.tiles.nbytes + operands.tile_bits.nbytes, path)
 
 
 def _bands(problem: AttentionProblem, operands: Operands | None) -> Counter[Band]:
@@ -263,18 +302,14 @@ def _lengths(problem: AttentionProblem, operands: Operands | None) -> list[tuple
         if problem.kind == "paged":
             return [(seqlen_q, problem.seqlen_k) for seqlen_q in queries]
         return list(zip(queries, _longest_split(problem.total_k, problem.seqlen_k, problem.batch), strict=True))
-    queries = [1] * problem.batch if operands.cu_seqlens_q is None else _differences(operands.cu_seqlens_q)
-    keys = operands.seqlens_k.tolist() if operands.seqlens_k is not None else _differences(operands.cu_seqlens_k)
+    totals_q, totals_k = operands.cu_seqlens_q, operands.cu_seqlens_k
+    queries = [1] * problem.batch if totals_q is None else lengths_of(totals_q.tolist())
+    keys = lengths_of(totals_k.tolist()) if totals_k is not None else cast("Tensor", operands.seqlens_k).tolist()
     return list(zip(queries, keys, strict=True))
 
 
 def _longest_split(total: int, longest: int, batch: int) -> list[int]:
     return [min(longest, max(0, total - longest * index)) for index in range(batch)]
-
-
-def _differences(cu_seqlens: Tensor | None) -> list[int]:
-    entries: list[int] = [] if cu_seqlens is None else cu_seqlens.tolist()
-    return [stop - start for start, stop in itertools.pairwise(entries)]
 
 
 def _count_tiles(bands: Counter[Band], grid: TileGrid) -> TileCounts:

@@ -41,7 +41,9 @@ def render(plan: Plan) -> str:
         *(() if plan.quantised is None else (("fp8", plan.quantised),)),
         *(() if plan.cascade is None else (("cascade", plan.cascade),)),
         *(() if plan.unordered is None else (("last bits", plan.unordered),)),
+        *_higher(plan),
         ("tiles", _tiles(plan)),
+        *_mask(plan),
         ("tile advice", str(plan.advice)),
         ("FLOPs", _flops(plan)),
         ("memory", _memory(plan)),
@@ -81,6 +83,16 @@ def _backend(plan: Plan) -> str:
     return plan.backend
 
 
+def _higher(plan: Plan) -> list[tuple[str, str]]:
+    """Who computes tangents and second derivatives of a call that is differentiated, if that is another backend."""
+    backend, rejected = plan.higher
+    if backend == plan.backend or not plan.problem.needs_grad or plan.problem.fp8:
+        return []
+    text = f"{backend or 'none'} for tangents (jvp) and second derivatives"
+    others = [(name, reason) for name, reason in rejected if (name, reason) not in plan.rejected]
+    return [("higher", text), *((f"  not {name}", reason) for name, reason in others)]
+
+
 def _tiles(plan: Plan) -> str:
     tiles, total = plan.tiles, plan.tiles.visited + plan.tiles.skipped
     shape = f"{plan.tile.block_m} x {plan.tile.block_n}{' (textbook)' if plan.materialises else ''}"
@@ -93,9 +105,23 @@ def _tiles(plan: Plan) -> str:
     )
 
 
+def _mask(plan: Plan) -> list[tuple[str, str]]:
+    if plan.mask is None:
+        return []
+    tiles, _, nbytes, path = plan.mask
+    total = tiles.visited + tiles.skipped
+    share = f" ({100 * tiles.visited / total:.1f} %)" if total else ""
+    text = (
+        f"tiles of 128 x 128 of all heads: {tiles.visited:,} of {total:,} visited{share}, {tiles.partial:,} of them "
+        f"masked, {format_bytes(nbytes)}; {path}"
+    )
+    return [("tile mask", text)]
+
+
 def _flops(plan: Plan) -> str:
     backward = f", backward {format_count(plan.flops_backward)}" if plan.problem.needs_grad else ""
-    return f"forward {format_count(plan.flops_forward)}{backward} (pairs left by causal and window)"
+    left = "causal, window and skipped tiles" if plan.mask is not None else "causal and window"
+    return f"forward {format_count(plan.flops_forward)}{backward} (pairs left by {left})"
 
 
 def _memory(plan: Plan) -> str:

@@ -9,10 +9,11 @@ come from memory once for all of them.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tilewise.device import DeviceSpec
 from tilewise.masks import Band, TileGrid
@@ -60,15 +61,6 @@ class Memory:
     gradients: int
 
 
-class Rows(NamedTuple):
-    """Bytes of every row in use, over sequences and heads: q, k and v (only keys some query sees), out, lse."""
-
-    q: int
-    kv: int
-    out: int
-    lse: int
-
-
 def memory_of(problem: AttentionProblem, inputs: Iterable[int]) -> Memory:
     """Memory of a problem whose input tensors have these sizes in bytes."""
     stored = sum(inputs)
@@ -93,15 +85,19 @@ def naive_work(problem: AttentionProblem, bands: Bands, memory: Memory, spec: De
     return _work(problem, spec, flops, traffic, moved, moved, extra)
 
 
-def tiled_work(problem: AttentionProblem, bands: Bands, grid: TileGrid, memory: Memory, spec: DeviceSpec) -> Work:
-    """Attention tile by tile: visible pairs count as work. In addition to the results there is one delta per row."""
+def tiled_work(
+    problem: AttentionProblem, bands: Bands, grid: TileGrid, memory: Memory, spec: DeviceSpec, share: float = 1.0
+) -> Work:
+    """Attention tile by tile: visible pairs count as work, of which a tile mask leaves a `share`. In addition to the
+    results there is one delta per row. The keys that a tile mask skips count as moved.
+    """
     traffic = _total_traffic(
         problem,
         bands,
         lambda band, *dims: cost.tiled_forward(band, grid, *dims),
         lambda band, *dims: cost.tiled_backward(band, grid, *dims),
     )
-    pairs = _total(bands, Band.count_pairs) * problem.num_heads
+    pairs = round(_total(bands, Band.count_pairs) * problem.num_heads * share)
     scores = _total(bands, lambda band: cost.scores_computed(band, grid)) * problem.num_heads
     moved = _bytes(problem, traffic, scores)
     from_memory = min(moved, _behind_cache(problem, bands, grid, spec))
@@ -155,16 +151,22 @@ def _bytes(problem: AttentionProblem, traffic: Traffic, scores: int) -> int:
 
 def _behind_cache(problem: AttentionProblem, bands: Bands, grid: TileGrid, spec: DeviceSpec) -> int:
     """Bytes that tiled attention takes from memory: everything once, and streamed rows once per wave of tiles."""
-    total = sum(_score_operands(problem)) * (2 if problem.needs_grad else 1)
+    size, heads, kv_heads = problem.dtype.itemsize, problem.num_heads, problem.num_kv_heads
+    # Bias and mask as they are stored, not expanded.
+    stored = math.prod(problem.mask_shape) if problem.mask_shape else 0
+    if problem.bias_shape is not None and problem.bias_dtype is not None:
+        stored += math.prod(problem.bias_shape) * problem.bias_dtype.itemsize
+    total = stored * (2 if problem.needs_grad else 1)
     for band, times in bands.items():
-        rows = _rows(problem, band)
+        q, out = (band.seqlen_q * heads * dim * size for dim in (problem.head_dim, problem.head_dim_v))
+        lse = band.seqlen_q * heads * problem.accumulate_dtype.itemsize
+        keys = len(band.keys_seen(0, band.seqlen_q))
+        kv = keys * kv_heads * (problem.head_dim + problem.head_dim_v) * size
         m_blocks, n_blocks = -(-band.seqlen_q // grid.block_m), -(-band.seqlen_k // grid.block_n)
-        waves = _waves(rows.kv // problem.num_kv_heads, m_blocks * problem.group_size, spec)
-        one = rows.q + rows.kv * waves + rows.out + rows.lse
+        one = q + kv * _waves(kv // kv_heads, m_blocks * problem.group_size, spec) + out + lse
         if problem.needs_grad:
             # In: q, dout, lse, and out for delta; dq goes out. The keys come in and their gradients go out once.
-            waves = _waves((rows.q + rows.out) // problem.num_heads, n_blocks, spec)
-            one += (rows.q + rows.out) * waves + rows.lse + rows.out + rows.q + 2 * rows.kv
+            one += (q + out) * _waves((q + out) // heads, n_blocks, spec) + lse + out + q + 2 * kv
         total += one * times
     return total
 
@@ -172,26 +174,3 @@ def _behind_cache(problem: AttentionProblem, bands: Bands, grid: TileGrid, spec:
 def _waves(streamed: int, consumers: int, spec: DeviceSpec) -> int:
     """How often a stream comes from memory: once if the cache holds it, else once per wave of tiles."""
     return 1 if streamed <= spec.l2_bytes else max(1, -(-consumers // max(1, spec.num_sms)))
-
-
-def _rows(problem: AttentionProblem, band: Band) -> Rows:
-    size = problem.dtype.itemsize
-    keys = len(band.keys_seen(0, band.seqlen_q))
-    return Rows(
-        q=band.seqlen_q * problem.num_heads * problem.head_dim * size,
-        kv=keys * problem.num_kv_heads * (problem.head_dim + problem.head_dim_v) * size,
-        out=band.seqlen_q * problem.num_heads * problem.head_dim_v * size,
-        lse=band.seqlen_q * problem.num_heads * problem.accumulate_dtype.itemsize,
-    )
-
-
-def _score_operands(problem: AttentionProblem) -> tuple[int, int]:
-    """Bytes of bias and mask as they are stored, not expanded."""
-    bias = 0
-    if problem.bias_shape is not None and problem.bias_dtype is not None:
-        bias = _product(problem.bias_shape) * problem.bias_dtype.itemsize
-    return bias, 0 if problem.mask_shape is None else _product(problem.mask_shape)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    return functools.reduce(int.__mul__, shape, 1)

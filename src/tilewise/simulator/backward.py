@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilewise.masks import TileKind
 from tilewise.simulator.events import ArraySpec, Span, Workload
 from tilewise.simulator.forward import attention_arrays
-from tilewise.simulator.tape import Tape, blocks, length_of, span
+from tilewise.simulator.tape import Tape, key_blocks, length_of, row_blocks
 
 __all__ = ["KEPT", "NAIVE_KEPT", "backward", "backward_arrays", "naive_backward", "naive_backward_arrays"]
 
@@ -43,41 +43,36 @@ def naive_backward_arrays(work: Workload) -> dict[str, ArraySpec]:
     """P was kept; dP and dS are two more matrices."""
     matrix = ArraySpec(work.seqlen_q, work.seqlen_k, fill="empty")
     arrays = {name: spec for name, spec in attention_arrays(work).items() if name in ("q", "k", "v")}
-    return arrays | _gradient_arrays(work) | {"p": ArraySpec(*_matrix(work)), "dp": matrix, "ds": matrix}
-
-
-def _matrix(work: Workload) -> tuple[int, int]:
-    return work.seqlen_q, work.seqlen_k
+    return arrays | _gradient_arrays(work) | {"p": ArraySpec(work.seqlen_q, work.seqlen_k), "dp": matrix, "ds": matrix}
 
 
 def backward(tape: Tape) -> None:
     """delta; then K/V outside: dk, dv of a tile of keys stay in fast memory while the queries stream past."""
     work = tape.workload
-    for m_block, rows in _row_blocks(work):
+    for m_block, rows in row_blocks(work):
         tape.at("delta", m_block)
         tape.load("out", rows)
         tape.load("dout", rows)
         tape.compute("delta", "delta", ("out", "dout"), (length_of(rows), 1))
         tape.store("delta", rows)
         tape.free("out", "dout", "delta")
-    for n_block in blocks(work.seqlen_k, work.block_n):
-        _key_tile(tape, n_block)
-    for m_block, rows in _row_blocks(work):
+    for n_block, keys in key_blocks(work):
+        _key_tile(tape, n_block, keys)
+    for m_block, rows in row_blocks(work):
         tape.at("round", m_block)
         tape.load("dq", rows, array="dq_sum")
         tape.store("dq", rows)
         tape.free("dq")
 
 
-def _key_tile(tape: Tape, n_block: int) -> None:
+def _key_tile(tape: Tape, n_block: int, keys: Span) -> None:
     work = tape.workload
-    keys = span(n_block, work.block_n, work.seqlen_k)
     tape.at("setup", n_block=n_block)
     tape.load("k", keys)
     tape.load("v", keys)
     tape.compute("init", "dk", (), (length_of(keys), work.head_dim))
     tape.compute("init", "dv", (), (length_of(keys), work.head_dim_v))
-    for m_block, rows in _row_blocks(work):
+    for m_block, rows in row_blocks(work):
         kind = work.band.tile_kind(m_block, n_block, work.grid)
         if kind is TileKind.SKIP:
             tape.skip(m_block, n_block, rows, keys)
@@ -114,11 +109,23 @@ def _gradient_tile(tape: Tape, m_block: int, n_block: int, rows: Span, keys: Spa
 
 def naive_backward(tape: Tape) -> None:
     """P, dO -> dV; dO, V -> dP; P, dP -> dS; dS, K -> dQ; dS, Q -> dK: seven crossings of a score matrix."""
-    _naive_sum(tape, "dv", "p", "dout", tape.workload.head_dim_v)
-    _naive_dp(tape)
-    _naive_ds(tape)
-    _naive_dq(tape)
-    _naive_sum(tape, "dk", "ds", "q", tape.workload.head_dim)
+    work, keys = tape.workload, tape.workload.seqlen_k
+
+    def dp(_: int, rows: Span) -> None:
+        tape.compute("dp", "dp", ("dout", "v"), (length_of(rows), keys), inner=work.head_dim_v)
+
+    def ds(_: int, rows: Span) -> None:
+        tape.compute("softmax_gradient", "ds", ("dp", "p"), (length_of(rows), keys), replaces="dp")
+
+    def dq(_: int, rows: Span) -> None:
+        tape.compute("init", "dq", (), (length_of(rows), work.head_dim))
+        tape.update("dq", "dq", ("ds", "k"), (length_of(rows), work.head_dim), inner=keys)
+
+    _naive_sum(tape, "dv", "p", "dout", work.head_dim_v)
+    tape.kernel("dp", ("dout",), dp, "dp", ("dout", "dp"), resident="v")
+    tape.kernel("ds", ("p", "dp"), ds, "ds", ("p", "ds"))
+    tape.kernel("dq", ("ds",), dq, "dq", ("ds", "dq"), resident="k")
+    _naive_sum(tape, "dk", "ds", "q", work.head_dim)
 
 
 def _naive_sum(tape: Tape, target: str, matrix: str, operand: str, width: int) -> None:
@@ -126,7 +133,7 @@ def _naive_sum(tape: Tape, target: str, matrix: str, operand: str, width: int) -
     work = tape.workload
     tape.at(target)
     tape.compute("init", target, (), (work.seqlen_k, width))
-    for m_block, rows in _row_blocks(work):
+    for m_block, rows in row_blocks(work):
         tape.at(target, m_block, 0)
         tape.load(matrix, rows)
         tape.load(operand, rows)
@@ -135,47 +142,3 @@ def _naive_sum(tape: Tape, target: str, matrix: str, operand: str, width: int) -
     tape.at(target)
     tape.store(target, (0, work.seqlen_k))
     tape.free(target)
-
-
-def _naive_dp(tape: Tape) -> None:
-    work = tape.workload
-    tape.at("dp")
-    tape.load("v", (0, work.seqlen_k))
-    for m_block, rows in _row_blocks(work):
-        tape.at("dp", m_block, 0)
-        tape.load("dout", rows)
-        tape.compute("dp", "dp", ("dout", "v"), (length_of(rows), work.seqlen_k), inner=work.head_dim_v)
-        tape.store("dp", rows)
-        tape.free("dout", "dp")
-    tape.at("dp")
-    tape.free("v")
-
-
-def _naive_ds(tape: Tape) -> None:
-    work = tape.workload
-    for m_block, rows in _row_blocks(work):
-        tape.at("ds", m_block, 0)
-        tape.load("p", rows)
-        tape.load("dp", rows)
-        tape.compute("softmax_gradient", "ds", ("dp", "p"), (length_of(rows), work.seqlen_k), replaces="dp")
-        tape.store("ds", rows)
-        tape.free("p", "ds")
-
-
-def _naive_dq(tape: Tape) -> None:
-    work = tape.workload
-    tape.at("dq")
-    tape.load("k", (0, work.seqlen_k))
-    for m_block, rows in _row_blocks(work):
-        tape.at("dq", m_block, 0)
-        tape.load("ds", rows)
-        tape.compute("init", "dq", (), (length_of(rows), work.head_dim))
-        tape.update("dq", "dq", ("ds", "k"), (length_of(rows), work.head_dim), inner=work.seqlen_k)
-        tape.store("dq", rows)
-        tape.free("ds", "dq")
-    tape.at("dq")
-    tape.free("k")
-
-
-def _row_blocks(work: Workload) -> list[tuple[int, Span]]:
-    return [(m_block, span(m_block, work.block_m, work.seqlen_q)) for m_block in blocks(work.seqlen_q, work.block_m)]

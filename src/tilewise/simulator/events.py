@@ -132,27 +132,26 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load(Event):
+class _Move(Event):
+    buffer: str
+    array: str
+    rows: Span
+    cols: Span
+    wide: bool
+
+
+class Load(_Move):
     """Slow to fast memory."""
 
+    __slots__ = ()
     kind: ClassVar[str] = "load"
-    buffer: str
-    array: str
-    rows: Span
-    cols: Span
-    wide: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Store(Event):
+class Store(_Move):
     """Fast to slow memory."""
 
+    __slots__ = ()
     kind: ClassVar[str] = "store"
-    buffer: str
-    array: str
-    rows: Span
-    cols: Span
-    wide: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from tilewise.masks import TileGrid, TileKind
 from tilewise.simulator.events import ArraySpec, Span, Workload
-from tilewise.simulator.tape import Tape, blocks, length_of, span
+from tilewise.simulator.tape import Tape, key_blocks, length_of, row_blocks
 
 __all__ = ["attention_arrays", "decode", "decode_arrays", "fa1", "fa1_arrays", "fa2", "naive", "naive_arrays"]
 
@@ -59,51 +58,32 @@ def decode_arrays(work: Workload) -> dict[str, ArraySpec]:
 def naive(tape: Tape) -> None:
     """Three kernels; the score matrix is written, read, written and read again."""
     work, keys = tape.workload, (0, tape.workload.seqlen_k)
-    whole_rows = TileGrid(work.block_m, work.seqlen_k)
-    row_blocks = [
-        (m_block, span(m_block, work.block_m, work.seqlen_q)) for m_block in blocks(work.seqlen_q, work.block_m)
-    ]
-    tape.at("scores")
-    tape.load("k", keys)
-    for m_block, rows in row_blocks:
-        tape.at("scores", m_block, 0)
-        tape.load("q", rows)
-        masked = work.band.tile_kind(m_block, 0, whole_rows) is not TileKind.FULL
-        _scores(tape, rows, keys, masked=masked)
-        tape.store("s", rows)
-        tape.free("q", "s")
-    tape.at("scores")
-    tape.free("k")
-    for m_block, rows in row_blocks:
-        tape.at("softmax", m_block, 0)
-        tape.load("s", rows)
+
+    def scores(m_block: int, rows: Span) -> None:
+        kind = work.band.tile_kind(m_block, 0, TileGrid(work.block_m, work.seqlen_k))
+        _scores(tape, rows, keys, masked=kind is not TileKind.FULL)
+
+    def softmax(_: int, rows: Span) -> None:
         tape.compute("softmax", "p", ("s",), (length_of(rows), work.seqlen_k), replaces="s")
-        tape.store("p", rows)
-        tape.free("p")
-    tape.at("values")
-    tape.load("v", keys)
-    for m_block, rows in row_blocks:
-        tape.at("values", m_block, 0)
-        tape.load("p", rows)
+
+    def values(_: int, rows: Span) -> None:
         tape.compute("product", "acc", ("p", "v"), (length_of(rows), work.head_dim_v), inner=work.seqlen_k)
-        tape.store("acc", rows, array="out")
-        tape.free("p", "acc")
-    tape.at("values")
-    tape.free("v")
+
+    tape.kernel("scores", ("q",), scores, "s", ("q", "s"), resident="k")
+    tape.kernel("softmax", ("s",), softmax, "p", ("p",))
+    tape.kernel("values", ("p",), values, "acc", ("p", "acc"), resident="v", array="out")
 
 
 def fa1(tape: Tape) -> None:
     """K/V outside: the running state of a tile of rows is read and written back once per tile of keys it sees."""
     work = tape.workload
-    for n_block in blocks(work.seqlen_k, work.block_n):
-        keys = span(n_block, work.block_n, work.seqlen_k)
+    for n_block, keys in key_blocks(work):
         seen = bool(work.band.queries_seeing(*keys))
         if seen:
             tape.at("setup", n_block=n_block)
             tape.load("k", keys)
             tape.load("v", keys)
-        for m_block in blocks(work.seqlen_q, work.block_m):
-            rows = span(m_block, work.block_m, work.seqlen_q)
+        for m_block, rows in row_blocks(work):
             kind = work.band.tile_kind(m_block, n_block, work.grid)
             if kind is TileKind.SKIP:
                 tape.skip(m_block, n_block, rows, keys)
@@ -135,53 +115,36 @@ def _fa1_tile(tape: Tape, m_block: int, n_block: int, rows: Span, keys: Span, *,
 
 def fa2(tape: Tape) -> None:
     """Q outside: the state of a tile of rows stays in fast memory and is normalised and written once."""
-    work = tape.workload
-    for m_block in blocks(work.seqlen_q, work.block_m):
-        _query_tile(tape, m_block, blocks(work.seqlen_k, work.block_n), _Split(None, "out", "lse", 0))
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Which split this is, and where its result goes: arrays and the first row."""
-
-    part: int | None
-    out: str
-    lse: str
-    first_row: int
+    for m_block, rows in row_blocks(tape.workload):
+        _query_tile(tape, m_block, rows, key_blocks(tape.workload), None)
 
 
 def decode(tape: Tape) -> None:
     """The tiles of keys are split among workers, each of which does FA-2; the partial results are then merged."""
-    work = tape.workload
-    n_blocks = blocks(work.seqlen_k, work.block_n)
+    work, every = tape.workload, key_blocks(tape.workload)
     for part in range(work.num_splits):
-        own = n_blocks[part * len(n_blocks) // work.num_splits : (part + 1) * len(n_blocks) // work.num_splits]
-        split = _Split(part, "out", "lse", 0)
-        if work.num_splits > 1:
-            split = _Split(part, "out_partial", "lse_partial", part * work.seqlen_q)
-        for m_block in blocks(work.seqlen_q, work.block_m):
-            _query_tile(tape, m_block, own, split)
+        own = every[part * len(every) // work.num_splits : (part + 1) * len(every) // work.num_splits]
+        for m_block, rows in row_blocks(work):
+            _query_tile(tape, m_block, rows, own, part)
     if work.num_splits > 1:
-        for m_block in blocks(work.seqlen_q, work.block_m):
-            _merge(tape, m_block)
+        for m_block, rows in row_blocks(work):
+            _merge(tape, m_block, rows)
 
 
-def _query_tile(tape: Tape, m_block: int, n_blocks: Iterable[int], split: _Split) -> None:
-    """FA-2 for one tile of rows over some tiles of keys."""
+def _query_tile(tape: Tape, m_block: int, rows: Span, n_blocks: Sequence[tuple[int, Span]], part: int | None) -> None:
+    """FA-2 for one tile of rows over some tiles of keys, which may be a split."""
     work = tape.workload
-    rows = span(m_block, work.block_m, work.seqlen_q)
-    tape.at("setup", m_block, part=split.part)
+    tape.at("setup", m_block, part=part)
     tape.load("q", rows)
     _init_state(tape, rows)
-    for n_block in n_blocks:
-        keys = span(n_block, work.block_n, work.seqlen_k)
+    for n_block, keys in n_blocks:
         kind = work.band.tile_kind(m_block, n_block, work.grid)
         if kind is TileKind.SKIP:
-            tape.skip(m_block, n_block, rows, keys, part=split.part)
+            tape.skip(m_block, n_block, rows, keys, part=part)
         else:
-            _fa2_tile(tape, (m_block, n_block, split.part), rows, keys, masked=kind is TileKind.PARTIAL)
-    tape.at("finish", m_block, part=split.part)
-    _finish(tape, rows, split)
+            _fa2_tile(tape, (m_block, n_block, part), rows, keys, masked=kind is TileKind.PARTIAL)
+    tape.at("finish", m_block, part=part)
+    _finish(tape, rows, part)
     tape.free("q", "acc", "row_max", "lse")
 
 
@@ -205,14 +168,13 @@ def _fa2_tile(tape: Tape, place: tuple[int, int, int | None], rows: Span, keys: 
     tape.free("p", "k", "v")
 
 
-def _merge(tape: Tape, m_block: int) -> None:
+def _merge(tape: Tape, m_block: int, rows: Span) -> None:
     """The partial results of all splits: an online softmax whose scores are their lse and whose values their out."""
     work = tape.workload
-    start, stop = rows = span(m_block, work.block_m, work.seqlen_q)
     tape.at("setup", m_block)
     _init_state(tape, rows)
     for part in range(work.num_splits):
-        partial = start + part * work.seqlen_q, stop + part * work.seqlen_q
+        partial = rows[0] + part * work.seqlen_q, rows[1] + part * work.seqlen_q
         tape.at("merge", m_block, part=part)
         tape.load("out_partial", partial)
         tape.load("lse_partial", partial)
@@ -222,7 +184,7 @@ def _merge(tape: Tape, m_block: int) -> None:
         tape.update("merge_sum", "row_sum", ("lse_partial", "row_max"), (length_of(rows), 1))
         tape.free("out_partial", "lse_partial")
     tape.at("finish", m_block)
-    _finish(tape, rows, _Split(None, "out", "lse", 0))
+    _finish(tape, rows, None)
     tape.free("acc", "row_max", "lse")
 
 
@@ -246,10 +208,12 @@ def _online_softmax(tape: Tape, rows: Span, keys: Span, *, normalised: bool = Fa
     tape.update("row_sum", "row_sum", ("p",), (length_of(rows), 1))
 
 
-def _finish(tape: Tape, rows: Span, split: _Split) -> None:
-    """Normalise once, and write out and lse once."""
-    there = rows[0] + split.first_row, rows[1] + split.first_row
-    tape.update("normalise", "acc", ("row_sum",), (length_of(rows), tape.workload.head_dim_v))
+def _finish(tape: Tape, rows: Span, part: int | None) -> None:
+    """Normalise once, and write out and lse once: as results, or as partial ones of a split."""
+    work, there, suffix = tape.workload, rows, ""
+    if part is not None and work.num_splits > 1:
+        there, suffix = (rows[0] + part * work.seqlen_q, rows[1] + part * work.seqlen_q), "_partial"
+    tape.update("normalise", "acc", ("row_sum",), (length_of(rows), work.head_dim_v))
     tape.compute("lse", "lse", ("row_sum", "row_max"), (length_of(rows), 1), replaces="row_sum")
-    tape.store("acc", there, array=split.out)
-    tape.store("lse", there, array=split.lse)
+    tape.store("acc", there, array=f"out{suffix}")
+    tape.store("lse", there, array=f"lse{suffix}")

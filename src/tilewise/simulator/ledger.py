@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tilewise.errors import InvalidProblem
 from tilewise.plan.cost import Traffic
@@ -38,41 +39,27 @@ class Counts:
     def after(self, event: Event) -> Counts:
         """The totals once this event has happened."""
         if isinstance(event, Load):
-            return self._moved(event).held(event.elements, event.bytes)
+            crossed = Traffic(wide=event.elements) if event.wide else Traffic(reads=event.elements)
+            moved = self._plus(traffic=crossed, bytes_read=event.bytes, loads=1)
+            return moved.held(event.elements, event.bytes)
         if isinstance(event, Store):
-            return self._moved(event)
+            crossed = Traffic(wide=event.elements) if event.wide else Traffic(writes=event.elements)
+            return self._plus(traffic=crossed, bytes_written=event.bytes, stores=1)
         if isinstance(event, Compute):
             scores = event.shape[0] * event.shape[1] if event.op == "scores" else 0
-            more = replace(self, flops=self.flops + event.flops, scores=self.scores + scores)
-            return more.held(event.elements, event.bytes)
+            return self._plus(flops=event.flops, scores=scores).held(event.elements, event.bytes)
         if isinstance(event, Free):
             return self.held(-event.elements, -event.bytes)
-        if isinstance(event, Skip):
-            return replace(self, skipped=self.skipped + event.elements)
-        return self
+        return self._plus(skipped=event.elements) if isinstance(event, Skip) else self
 
     def held(self, elements: int, size: int) -> Counts:
         """The totals with so much more, or less, in fast memory."""
-        now, now_bytes = self.fast_elements + elements, self.fast_bytes + size
-        peaks = max(now, self.peak_elements), max(now_bytes, self.peak_bytes)
-        return replace(self, fast_elements=now, fast_bytes=now_bytes, peak_elements=peaks[0], peak_bytes=peaks[1])
+        now = self._plus(fast_elements=elements, fast_bytes=size)
+        peaks = max(now.fast_elements, self.peak_elements), max(now.fast_bytes, self.peak_bytes)
+        return replace(now, peak_elements=peaks[0], peak_bytes=peaks[1])
 
-    def _moved(self, event: Load | Store) -> Counts:
-        if isinstance(event, Load):
-            crossed = Traffic(wide=event.elements) if event.wide else Traffic(reads=event.elements)
-            return replace(
-                self,
-                traffic=self.traffic + crossed,
-                bytes_read=self.bytes_read + event.bytes,
-                loads=self.loads + 1,
-            )
-        crossed = Traffic(wide=event.elements) if event.wide else Traffic(writes=event.elements)
-        return replace(
-            self,
-            traffic=self.traffic + crossed,
-            bytes_written=self.bytes_written + event.bytes,
-            stores=self.stores + 1,
-        )
+    def _plus(self, **more: Any) -> Counts:
+        return replace(self, **{name: getattr(self, name) + amount for name, amount in more.items()})
 
 
 def counts_after_each(trace: Trace) -> Iterator[Counts]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tilewise.simulator.events import ArraySpec, Workload
-from tilewise.simulator.tape import Tape, blocks, length_of, span
+from tilewise.simulator.tape import Tape, blocks, key_blocks, length_of, row_blocks
 
 __all__ = ["matmul", "matmul_arrays", "matmul_naive"]
 
@@ -35,24 +37,16 @@ def matmul_naive(tape: Tape) -> None:
 def matmul(tape: Tape) -> None:
     """One tile of c after the other: it stays while tiles of a and b stream past."""
     work = tape.workload
-    for m_block in blocks(work.seqlen_q, work.block_m):
-        for n_block in blocks(work.seqlen_k, work.block_n):
-            _tile(tape, m_block, n_block)
-
-
-def _tile(tape: Tape, m_block: int, n_block: int) -> None:
-    work = tape.workload
-    rows, cols = span(m_block, work.block_m, work.seqlen_q), span(n_block, work.block_n, work.seqlen_k)
-    shape = length_of(rows), length_of(cols)
-    tape.at("setup", m_block, n_block)
-    tape.compute("init", "c", (), shape)
-    for part in blocks(work.head_dim, work.block_k):
-        inner = span(part, work.block_k, work.head_dim)
-        tape.at("product", m_block, n_block, part=part)
-        tape.load("a", rows, cols=inner)
-        tape.load("b", inner, cols=cols)
-        tape.update("product_sum", "c", ("a", "b"), shape, inner=length_of(inner))
-        tape.free("a", "b")
-    tape.at("finish", m_block, n_block)
-    tape.store("c", rows, cols=cols)
-    tape.free("c")
+    for (m_block, rows), (n_block, cols) in itertools.product(row_blocks(work), key_blocks(work)):
+        shape = length_of(rows), length_of(cols)
+        tape.at("setup", m_block, n_block)
+        tape.compute("init", "c", (), shape)
+        for part, inner in blocks(work.head_dim, work.block_k):
+            tape.at("product", m_block, n_block, part=part)
+            tape.load("a", rows, cols=inner)
+            tape.load("b", inner, cols=cols)
+            tape.update("product_sum", "c", ("a", "b"), shape, inner=length_of(inner))
+            tape.free("a", "b")
+        tape.at("finish", m_block, n_block)
+        tape.store("c", rows, cols=cols)
+        tape.free("c")

@@ -31,24 +31,46 @@ class PageEvent(NamedTuple):
     source: int | None = None
 
 
-class PagePool:
-    """Pages go out on demand, the most recently freed first; a page with several holders is copied before a write."""
+class _Pool:
+    """What both policies keep: the tokens of each request, and what happened."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         _positive(num_pages=num_pages, page_size=page_size)
         self.num_pages = num_pages
         self.page_size = page_size
-        self.tables: dict[str, list[int]] = {}
         self.tokens: dict[str, int] = {}
-        self.holders: Counter[int] = Counter()
         self.events: list[PageEvent] = []
+
+    def _new(self, request: str, tokens: int) -> None:
+        _positive(tokens=tokens)
+        if request in self.tokens:
+            raise InvalidProblem("request", "a new name", repr(request), "Requests have names of their own.")
+
+    def _known(self, request: str, tokens: int = 1) -> None:
+        _positive(tokens=tokens)
+        if request not in self.tokens:
+            fix = "Let it arrive first."
+            raise InvalidProblem("request", "one that has arrived and not finished", repr(request), fix)
+
+    def _accepted(self, request: str, fits: bool) -> bool:
+        if not fits:
+            self.events.append(PageEvent("refuse", request))
+        return fits
+
+
+class PagePool(_Pool):
+    """Pages go out on demand, the most recently freed first; a page with several holders is copied before a write."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        super().__init__(num_pages, page_size)
+        self.tables: dict[str, list[int]] = {}
+        self.holders: Counter[int] = Counter()
         self._free = list(reversed(range(num_pages)))
 
     def arrive(self, request: str, tokens: int) -> bool:
         """A request with so many tokens; False if it is refused."""
-        _positive(tokens=tokens)
-        _unknown(self.tables, request)
-        if not self._room(request, self._pages(tokens)):
+        self._new(request, tokens)
+        if not self._accepted(request, self._pages(tokens) <= len(self._free)):
             return False
         self.tables[request], self.tokens[request] = [], 0
         self._extend(request, tokens)
@@ -56,11 +78,11 @@ class PagePool:
 
     def append(self, request: str, tokens: int = 1) -> bool:
         """More tokens for a request; its last page is copied first if others hold it too."""
-        _positive(tokens=tokens)
-        _known(self.tables, request)
+        self._known(request, tokens)
         table, have = self.tables[request], self.tokens[request]
         copies = have % self.page_size != 0 and self.holders[table[-1]] > 1
-        if not self._room(request, self._pages(have + tokens) - len(table) + copies):
+        needed = self._pages(have + tokens) - len(table) + copies
+        if not self._accepted(request, needed <= len(self._free)):
             return False
         if copies:
             self._copy_last(request)
@@ -69,8 +91,8 @@ class PagePool:
 
     def fork(self, parent: str, request: str) -> None:
         """A request that starts as a copy of another: it shares all its pages and takes none."""
-        _known(self.tables, parent)
-        _unknown(self.tables, request)
+        self._known(parent)
+        self._new(request, 1)
         self.tables[request], self.tokens[request] = list(self.tables[parent]), self.tokens[parent]
         for page in self.tables[request]:
             self.holders[page] += 1
@@ -78,7 +100,7 @@ class PagePool:
 
     def finish(self, request: str) -> None:
         """The request ends; pages that nobody else holds are free at once, its first one the next to go out."""
-        _known(self.tables, request)
+        self._known(request)
         for page in reversed(self.tables.pop(request)):
             self._release(request, page)
         del self.tokens[request]
@@ -106,12 +128,6 @@ class PagePool:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _room(self, request: str, pages: int) -> bool:
-        if pages <= len(self._free):
-            return True
-        self.events.append(PageEvent("refuse", request))
-        return False
-
     def _take(self) -> int:
         page = self._free.pop()
         self.holders[page] = 1
@@ -137,16 +153,15 @@ class PagePool:
             self.events.append(PageEvent("free", request, page))
 
 
-class ContiguousPool:
+class ContiguousPool(_Pool):
     """A tensor of (slots, max_tokens), as a server has it that fixes its batch: a request takes a whole slot.
 
     `slots` is by default as many as the pages allow.
     """
 
     def __init__(self, num_pages: int, page_size: int, max_tokens: int, slots: int | None = None) -> None:
-        _positive(num_pages=num_pages, page_size=page_size, max_tokens=max_tokens)
-        self.num_pages = num_pages
-        self.page_size = page_size
+        super().__init__(num_pages, page_size)
+        _positive(max_tokens=max_tokens)
         self.max_tokens = max_tokens
         self.pages_per_slot = -(-max_tokens // page_size)
         most = num_pages // self.pages_per_slot
@@ -154,15 +169,11 @@ class ContiguousPool:
             fix = f"{num_pages} pages hold {most} slots of {self.pages_per_slot}."
             raise InvalidProblem("slots", f"1 to {most}", slots, fix)
         self.slots: list[str | None] = [None] * (most if slots is None else slots)
-        self.tokens: dict[str, int] = {}
-        self.events: list[PageEvent] = []
 
     def arrive(self, request: str, tokens: int) -> bool:
         """A request with so many tokens; False if no slot is free or it is too long for one."""
-        _positive(tokens=tokens)
-        _unknown(self.tokens, request)
-        if tokens > self.max_tokens or None not in self.slots:
-            self.events.append(PageEvent("refuse", request))
+        self._new(request, tokens)
+        if not self._accepted(request, tokens <= self.max_tokens and None in self.slots):
             return False
         slot = self.slots.index(None)
         self.slots[slot], self.tokens[request] = request, tokens
@@ -171,17 +182,15 @@ class ContiguousPool:
 
     def append(self, request: str, tokens: int = 1) -> bool:
         """More tokens for a request; False where its slot is full."""
-        _positive(tokens=tokens)
-        _known(self.tokens, request)
-        if self.tokens[request] + tokens > self.max_tokens:
-            self.events.append(PageEvent("refuse", request))
+        self._known(request, tokens)
+        if not self._accepted(request, self.tokens[request] + tokens <= self.max_tokens):
             return False
         self.tokens[request] += tokens
         return True
 
     def finish(self, request: str) -> None:
         """The request ends and its slot is free."""
-        _known(self.tokens, request)
+        self._known(request)
         slot = self.slots.index(request)
         self.slots[slot] = None
         del self.tokens[request]
@@ -215,13 +224,3 @@ def _positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise InvalidProblem(name, "at least 1", size, "Sizes and lengths count from 1.")
-
-
-def _known(requests: dict[str, list[int]] | dict[str, int], request: str) -> None:
-    if request not in requests:
-        raise InvalidProblem("request", "one that has arrived and not finished", repr(request), "Let it arrive first.")
-
-
-def _unknown(requests: dict[str, list[int]] | dict[str, int], request: str) -> None:
-    if request in requests:
-        raise InvalidProblem("request", "a new name", repr(request), "Requests have names of their own.")

@@ -18,11 +18,11 @@ from tilewise.testing.conformance import (
     find_faults,
     run,
 )
-from tilewise.testing.implementations import BackendImplementation, Implementation, TorchSDPA
+from tilewise.testing.higher import check_higher, check_higher_repeatable
+from tilewise.testing.implementations import BackendImplementation, Implementation, installed
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.oracle import Expectation, expect
 from tilewise.testing.poison import uninitialised_is_nan
-from tilewise.testing.registration import installed
 
 __all__ = [
     "BackendImplementation",
@@ -31,8 +31,9 @@ __all__ = [
     "Implementation",
     "Inputs",
     "Nonconformance",
-    "TorchSDPA",
     "check",
+    "check_higher",
+    "check_higher_repeatable",
     "check_repeatable",
     "check_unread",
     "check_untouched",

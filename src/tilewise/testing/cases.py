@@ -34,8 +34,8 @@ class Case:
     """Sizes, features and oddities of one problem; equal cases make equal tensors.
 
     `bias` and `mask` name a shape by one letter per dimension, "1" where it broadcasts: "bhqk", "1h1k", "qk"; empty is
-    none. `grad_of` names the operands that require a gradient (None: all there are, (): forward only). `label` only
-    names the case in reports.
+    none. With `tiles` the mask has empty and full tiles and is given as a TileMask. `grad_of` names the operands that
+    require a gradient (None: all there are, (): forward only). `label` only names the case in reports.
 
         >>> Case(causal=True, seqlens_q=(3,), seqlens_k=(65,)).id
         'dense-fp32-q3-k65-h2:2-d40:40-causal'
@@ -57,6 +57,7 @@ class Case:
     bias_holes: bool = False
     mask: str = ""
     masked_rows: bool = False
+    tiles: bool = False
     sinks: bool = False
     dropout: float = 0.0
     scale: float | None = None
@@ -153,9 +154,9 @@ class Case:
 
 # The fields that an id without a label spells out.
 _FEATURES = (
-    "causal", "window", "alibi", "softcap", "bias", "bias_holes", "mask", "masked_rows", "sinks", "dropout", "scale",
-    "layout", "strides", "page_size", "shared_pages", "decode", "padding", "bounds", "values", "grad_of", "cotangents",
-    "expanded_dout", "deterministic", "fp8", "rotation",
+    "causal", "window", "alibi", "softcap", "bias", "bias_holes", "mask", "masked_rows", "tiles", "sinks", "dropout",
+    "scale", "layout", "strides", "page_size", "shared_pages", "decode", "padding", "bounds", "values", "grad_of",
+    "cotangents", "expanded_dout", "deterministic", "fp8", "rotation",
 )  # fmt: skip
 
 

@@ -16,7 +16,16 @@ from tilewise.testing.results import Results
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import judge
 
-__all__ = ["Nonconformance", "check", "check_repeatable", "check_unread", "check_untouched", "find_faults", "run"]
+__all__ = [
+    "Nonconformance",
+    "check",
+    "check_repeatable",
+    "check_unread",
+    "check_untouched",
+    "find_faults",
+    "run",
+    "same_bits",
+]
 
 
 class Nonconformance(TilewiseError, AssertionError):
@@ -84,13 +93,14 @@ def check_untouched(case: Case, implementation: Implementation) -> None:
     faults = [
         f"{field.name}: an input, was written to"
         for field in dataclasses.fields(inputs)
-        if (before := getattr(expected, field.name)) is not None and not _same_bits(getattr(inputs, field.name), before)
+        if (before := getattr(expected, field.name)) is not None and not same_bits(getattr(inputs, field.name), before)
     ]
     if faults:
         raise Nonconformance(case, implementation, faults)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
     if a.numel() == 0:
         return True
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
@@ -101,7 +111,7 @@ def _check_equal_bits(
 ) -> None:
     faults = []
     for name in names:
-        if not _same_bits(one[name], two[name]):
+        if not same_bits(one[name], two[name]):
             worst = float((one[name].double() - two[name].double()).abs().max())
             faults.append(f"{name}: {what} changes bits, by up to {worst:.3e}")
     if faults:

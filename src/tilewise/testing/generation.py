@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import zlib
@@ -12,7 +11,7 @@ import torch
 
 from tilewise.testing.cases import Case
 
-__all__ = ["FEATURES", "Feature", "capped", "pair_cases", "single_cases", "size_cases"]
+__all__ = ["FEATURES", "Feature", "pair_cases", "single_cases", "size_cases"]
 
 SEQLENS = (1, 3, 63, 65, 111, 257)
 HEAD_DIMS = (1, 8, 40, 64, 80, 96, 128, 160, 192, 256)
@@ -47,7 +46,8 @@ def _features() -> tuple[Feature, ...]:
         "alibi": {"alibi_h": {"alibi": "h"}, "alibi_bh": {"alibi": "bh"}},
         "softcap": {"softcap": {"softcap": 1.5}},
         "bias": {f"bias_{spec}": {"bias": spec} for spec in ("bhqk", "1hqk", "b1qk", "qk", "bh1k", "bhq1", "h11")},
-        "mask": {f"mask_{spec}": {"mask": spec} for spec in ("bhqk", "b11k", "qk")},
+        "mask": {f"mask_{spec}": {"mask": spec} for spec in ("bhqk", "b11k", "qk")}
+        | {f"tiles_{spec}": {"mask": spec, "tiles": True} for spec in ("bhqk", "qk")},
         "sinks": {"sinks": {"sinks": True}},
         "dropout": {"dropout": {"dropout": 0.3}},
         "scale": {"scale": {"scale": 0.37}},
@@ -95,17 +95,6 @@ def size_cases() -> list[Case]:
         for dtype in DTYPES
     ]
     return lengths + dims
-
-
-def capped(case: Case, seqlen: int, head_dim: int) -> Case:
-    """The case with its lengths and head dimensions cut down, for slow implementations such as interpreters."""
-    return dataclasses.replace(
-        case,
-        seqlens_q=tuple(min(n, seqlen) for n in case.seqlens_q),
-        seqlens_k=tuple(min(n, seqlen) for n in case.seqlens_k),
-        head_dim=min(case.head_dim, head_dim),
-        head_dim_v=min(case.head_dim_v, head_dim),
-    )
 
 
 def _case(features: tuple[Feature, ...], dtype: torch.dtype) -> Case:

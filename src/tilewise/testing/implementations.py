@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -9,14 +12,16 @@ from torch import Tensor
 
 from tilewise import api, dispatch, validation
 from tilewise import device as devices
-from tilewise.operands import Flags, Operands
+from tilewise.backends.base import Backend
+from tilewise.operands import Operands, Options
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs, make_inputs
 from tilewise.testing.quantised import attended
 from tilewise.testing.results import Results, differentiate, dropout_seed
+from tilewise.tile_masks import TileMask
 
-__all__ = ["BackendImplementation", "Implementation", "TorchSDPA", "call_api"]
+__all__ = ["BackendImplementation", "Implementation", "call_api", "installed", "mask_of"]
 
 
 class Implementation(Protocol):
@@ -52,61 +57,27 @@ class BackendImplementation:
         """Whether probabilities are rounded to e4m3, as docs/contract.md allows for FP8 tensor cores."""
         return self.name == "hopper" and case.fp8 not in ("", "kv")
 
-    def supports(self, case: Case) -> str | None:
-        """The backend's answer for the problem of the case."""
+    def supports(self, case: Case, *, higher: bool = False) -> str | None:
+        """The backend's answer for the problem of the case, or for tangents and second derivatives of it."""
         backend = dispatch.load(self.name)
         inputs = make_inputs(case, self.device)
         spec = devices.of(self.device)
-        return backend.unavailable() or backend.supports(_problem(case, inputs, self.name), spec)
+        problem = dataclasses.replace(_problem(case, inputs, self.name), higher=higher)
+        return backend.unavailable() or dispatch.refusal(backend, problem, spec)
 
     def run(self, case: Case, inputs: Inputs) -> Results:
         """The public API with `backend=` this one."""
         return differentiate(case, inputs, lambda leaves: call_api(case, leaves, self.name))
 
 
-class TorchSDPA:
-    """torch.nn.functional.scaled_dot_product_attention, on the features it has; it returns no lse."""
-
-    name = "torch SDPA"
-
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
-
-    def supports(self, case: Case) -> str | None:
-        """Dense attention with mask or bias, scale, GQA, and causal where top-left and bottom-right are the same."""
-        refusals = {
-            "only dense tensors": case.kind != "dense",
-            "no window": case.window is not None,
-            "no ALiBi": bool(case.alibi),
-            "no softcap": case.softcap is not None,
-            "no sinks": case.sinks,
-            "no FP8": bool(case.fp8),
-            "its dropout has another random number generator": case.dropout > 0.0,
-            "no lse, so no gradient through it": case.cotangents != ("out",) and bool(case.wants_grad),
-            "causal is top-left, which is another mask for unequal lengths": case.causal
-            and case.seqlen_q != case.seqlen_k,
-            "causal excludes a mask": case.causal and bool(case.mask or case.bias),
-            "one of mask and bias": bool(case.mask and case.bias),
-            "a bias of another dtype": case.side_dtype not in (None, case.dtype) and bool(case.bias),
-            "causal with a negative scale turns its -inf into inf": case.causal and (case.scale or 1.0) < 0.0,
-        }
-        return next((reason for reason, refused in refusals.items() if refused), None)
-
-    def run(self, case: Case, inputs: Inputs) -> Results:
-        """SDPA with heads-first tensors; the results lack lse."""
-
-        def attend(leaves: Inputs) -> tuple[Tensor, Tensor]:
-            swap = case.layout == "bshd"
-            q, k, v = (t.transpose(1, 2) if swap else t for t in (leaves.q, leaves.k, leaves.v))
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=leaves.bias if leaves.mask is None else leaves.mask, is_causal=case.causal,
-                scale=case.scale, enable_gqa=case.num_heads != case.num_kv_heads,
-            )  # fmt: skip
-            return (out.transpose(1, 2) if swap else out), out.new_zeros(())
-
-        results = differentiate(case, inputs, attend)
-        del results["lse"]
-        return results
+@contextlib.contextmanager
+def installed(backend: Backend) -> Iterator[str]:
+    """Within the block `backend=<its name>` runs this object, as if it were registered: yields the name."""
+    api.register_backend(backend)
+    try:
+        yield backend.name
+    finally:
+        api.unregister_backend(backend.name)
 
 
 def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
@@ -114,7 +85,7 @@ def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     max_seqlen_q, max_seqlen_k = _bounds(case)
     q, k, v = attended(case, inputs)
     named: dict[str, Any] = {
-        "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": inputs.mask,
+        "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": mask_of(case, inputs),
         "alibi_slopes": inputs.alibi_slopes, "softcap": case.softcap, "sinks": inputs.sinks, "scale": case.scale,
         "deterministic": case.deterministic, "backend": backend,
     }  # fmt: skip
@@ -130,6 +101,13 @@ def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     return api.attention_paged(q, k, v, return_lse=True, **named)
 
 
+def mask_of(case: Case, inputs: Inputs) -> Any:
+    """The mask as the call gets it; of a tile mask, only batch and heads broadcast."""
+    if inputs.mask is None or not case.tiles:
+        return inputs.mask
+    return TileMask.from_dense(inputs.mask.expand(*inputs.mask.shape[:-2], case.seqlen_q, case.seqlen_k))
+
+
 def _bounds(case: Case) -> tuple[int | None, int | None]:
     """The longest lengths as the call gets them: dense and decoding calls take none, pages none for keys."""
     if case.kind == "dense" or case.bounds == "none":
@@ -138,16 +116,12 @@ def _bounds(case: Case) -> tuple[int | None, int | None]:
 
 
 def _problem(case: Case, inputs: Inputs, backend: str) -> AttentionProblem:
-    left, right = case.window or (None, None)
-    max_seqlen_q, max_seqlen_k = _bounds(case)
-    flags = Flags(
-        causal=case.causal, window_left=left, window_right=right, scale=case.scale, softcap=case.softcap,
-        dropout=case.dropout, layout=case.layout, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        deterministic=case.deterministic, needs_grad=bool(case.wants_grad), backend=backend,
+    options = Options(
+        case.causal, case.window, case.softcap, case.scale, case.dropout, case.layout, case.deterministic, backend,
+        True, *_bounds(case),
     )  # fmt: skip
-    packed = "paged" if case.kind == "paged" else "packed"
-    layouts = (case.layout,) if case.kind == "dense" else ("packed", packed)
-    qkv, scales = validation.unwrapped(*attended(case, inputs), *layouts)
     named = {name: getattr(inputs, name) for name in Operands._fields[3:] if hasattr(inputs, name)}
-    operands, flags = validation.with_scales(Operands(*qkv, **named), flags, scales)
+    named["mask"] = mask_of(case, inputs)
+    given, seed, needs_grad = Operands(*attended(case, inputs), **named), dropout_seed(case), bool(case.wants_grad)
+    operands, flags = validation.checked(case.kind, given, options, seed, cast=False, needs_grad=needs_grad)
     return validation.problem_of(case.kind, operands, flags)

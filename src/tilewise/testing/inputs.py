@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tilewise.testing.cases import Case
 from tilewise.testing.threads import one_thread
+from tilewise.tiles import TILE
 
-__all__ = ["Inputs", "make_inputs"]
+__all__ = ["Inputs", "case_values", "make_inputs"]
 
 # Standard deviation of q and k: "large" makes most rows of softmax one-hot, "tiny" makes them uniform.
 SPREAD = {"normal": 1.0, "large": 12.0, "tiny": 1e-4}
@@ -146,9 +147,7 @@ class _Factory:
         return q, dout, dlse.to(self.device)
 
     def block_table(self) -> tuple[Tensor, int]:
-        """Pages in random order, garbage past each sequence's last one. With sharing, full pages of the first sequence
-        are the prefix of all.
-        """
+        """Random pages, garbage past a sequence's last one. Shared: the first sequence's full pages come first."""
         case = self.case
         needed = [math.ceil(length / case.page_size) for length in case.seqlens_k]
         num_pages = sum(needed) + SPARE_PAGES
@@ -197,6 +196,13 @@ class _Factory:
         case = self.case
         shape = self.named_shape(case.mask)
         mask = torch.rand(shape, generator=self.generator) < MASK_KEEPS
+        if case.tiles and mask.dim() >= 2:
+            # Of the tiles, a third is empty and a third full.
+            blocks = [-(-size // TILE) if size > 1 else 1 for size in shape[-2:]]
+            kinds = torch.randint(3, (*shape[:-2], *blocks), generator=self.generator)
+            for dim, size in zip((-2, -1), shape[-2:], strict=True):
+                kinds = kinds.repeat_interleave(TILE, dim).narrow(dim, 0, size)
+            mask = (mask & (kinds > 0)) | (kinds == 2)
         if case.masked_rows:
             mask[..., ::3, :] = False
         return self.laid_out(mask, expand=None, swap=(-2, -1))

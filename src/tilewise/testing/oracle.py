@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -18,7 +19,15 @@ from tilewise.testing.results import Results, differentiate, dropout_seed
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import Slack, slack_of
 
-__all__ = ["Expectation", "expect", "plain_results", "reference_results", "summed_terms"]
+__all__ = [
+    "Expectation",
+    "expect",
+    "plain_results",
+    "reduced",
+    "reference_results",
+    "sequence_cotangents",
+    "summed_terms",
+]
 
 
 class Expectation(NamedTuple):
@@ -52,7 +61,10 @@ def expect(case: Case, coarse: bool = False) -> Expectation:
 
 
 def reference_results(case: Case, inputs: Inputs) -> Results:
-    """The fp64 reference backend on fp64 copies of the inputs."""
+    """The fp64 reference backend on fp64 copies of the inputs. Of tile masks it gets the dense tensor they are made
+    of, so that making them is judged too.
+    """
+    case = dataclasses.replace(case, tiles=False)
     return differentiate(case, inputs.double(), lambda leaves: call_api(case, leaves, "reference"))
 
 
@@ -77,7 +89,7 @@ def summed_terms(case: Case, inputs: Inputs) -> Results:
 
 def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
     q, k, v = (t.abs() for t in (view.q, view.k, view.v))
-    dout, dlse = (t.abs() for t in _cotangents(case, inputs, view))
+    dout, dlse = (t.abs() for t in sequence_cotangents(case, inputs, view))
     s = masked_scores(case, inputs, view)
     scale = abs(1.0 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
     sizes = torch.where(s == -math.inf, 0.0, scale * (q @ k.transpose(1, 2)) + s.abs())
@@ -105,12 +117,13 @@ def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
         "dq": scale * (ds @ k),
         "dk": scale * (ds.transpose(1, 2) @ q).unflatten(0, per_kv_head).sum(1),
         "dv": (kept.transpose(1, 2) @ dout).unflatten(0, per_kv_head).sum(1),
-        "dbias": _reduced(case, ds),
+        "dbias": reduced(case, ds),
         "dsinks": (sink_p * (pull + saved).squeeze(-1)).sum(-1),
     }
 
 
-def _cotangents(case: Case, inputs: Inputs, view: SequenceView) -> tuple[Tensor, Tensor]:
+def sequence_cotangents(case: Case, inputs: Inputs, view: SequenceView) -> tuple[Tensor, Tensor]:
+    """Dout and dlse of one sequence, zeros for those the case has not."""
     if case.kind == "dense":
         dout = inputs.dout[view.sequence]
         dout, dlse = dout.transpose(0, 1) if case.layout == "bshd" else dout, inputs.dlse[view.sequence]
@@ -123,7 +136,7 @@ def _cotangents(case: Case, inputs: Inputs, view: SequenceView) -> tuple[Tensor,
     )
 
 
-def _reduced(case: Case, ds: Tensor) -> Tensor:
+def reduced(case: Case, ds: Tensor) -> Tensor:
     """Summed along the dimensions that bias broadcasts over (within the sequence)."""
     for dim, letter in enumerate(case.bias.rjust(4, "1")[1:]):
         ds = ds.sum(dim, keepdim=True) if letter == "1" else ds

@@ -19,6 +19,7 @@ _EXTREMES: tuple[Values, ...] = ("large", "tiny")
 def special_cases() -> list[Case]:
     """All of them, labelled."""
     named = {**_empty(), **_masked_rows(), **_magnitudes(), **_packed(), **_paged(), **_gradients(), **_mixtures()}
+    named |= _tiled()
     return [dataclasses.replace(case, label=label) for label, case in named.items()]
 
 
@@ -44,6 +45,8 @@ def fp8_cases() -> list[Case]:
             dense, bias="1hqk", sinks=True, alibi="h", softcap=5.0, dropout=0.2, mask="b1qk", fp8="head"
         ),
         "sinks": dataclasses.replace(dense, sinks=True, causal=True),
+        "tiles": dataclasses.replace(dense, mask="1hqk", tiles=True, causal=True),
+        "tiles_paged_kv": dataclasses.replace(paged, mask="b1qk", tiles=True),
         "longer_q": dataclasses.replace(dense, seqlens_q=(300,), seqlens_k=(150,), causal=True),
         "kv_only": dataclasses.replace(dense, fp8="kv", causal=True),
         "kv_only_fp32": dataclasses.replace(dense, fp8="kv", dtype=torch.float32),
@@ -83,6 +86,7 @@ def padded_cases() -> list[Case]:
     ]
     decode = Case(kind="paged", decode=True, seqlens_q=(1,) * 3, seqlens_k=(65, 0, 130), page_size=16, grad_of=())
     sliced = Case(strides="sliced", causal=True, deterministic=True)
+    every += [dataclasses.replace(case, mask="b1qk", tiles=True) for case in (varlen, paged)]
     return [*every, decode, sliced, dataclasses.replace(sliced, strides="strided_last")]
 
 
@@ -95,8 +99,9 @@ def repeatable_cases() -> list[Case]:
     everything = dataclasses.replace(long, bias="1h1k", sinks=True, dropout=0.2, alibi="h", softcap=5.0)
     packed = dataclasses.replace(long, kind="varlen", seqlens_q=(257, 3, 111), seqlens_k=(257, 65, 111))
     paged = dataclasses.replace(packed, kind="paged", shared_pages=True)
+    tiled = dataclasses.replace(long, mask="1hqk", tiles=True)
     decode = Case(kind="paged", decode=True, seqlens_q=(1, 1), seqlens_k=(1025, 63), grad_of=(), num_heads=8)
-    cases = [long, everything, packed, paged, decode]
+    cases = [long, everything, packed, paged, tiled, decode]
     return cases + [dataclasses.replace(case, dtype=torch.bfloat16) for case in cases]
 
 
@@ -186,6 +191,48 @@ def _magnitudes() -> dict[str, Case]:
             for name, scale in (("0", 0.0), ("negative", -0.5))
         }
     )
+
+
+def _tiled() -> dict[str, Case]:
+    """Tile masks over several tiles of 128 x 128, some empty, some full."""
+    one = Case(seqlens_q=(300,), seqlens_k=(520,), mask="bhqk", tiles=True, num_heads=4)
+    gqa = dataclasses.replace(one, num_kv_heads=1, mask="1hqk")
+    rich = dataclasses.replace(
+        gqa, bias="1hqk", sinks=True, alibi="h", softcap=4.0, dropout=0.2, causal=True, deterministic=True
+    )
+    few = dataclasses.replace(gqa, seqlens_q=(3,), seqlens_k=(1300,), mask="qk")
+    packed = Case(
+        kind="varlen", seqlens_q=(300, 0, 7, 131), seqlens_k=(300, 5, 260, 129), mask="b1qk", tiles=True, num_heads=4,
+        padding=3,
+    )  # fmt: skip
+    paged = dataclasses.replace(packed, kind="paged", padding=0, mask="bhqk")
+    return {
+        "tiles_long": one,
+        "tiles_long_bf16": dataclasses.replace(one, dtype=torch.bfloat16),
+        "tiles_causal_gqa": dataclasses.replace(gqa, causal=True),
+        "tiles_window_gqa": dataclasses.replace(gqa, window=(200, 30), dtype=torch.float16),
+        "tiles_everything": rich,
+        "tiles_everything_bshd": dataclasses.replace(rich, layout="bshd", dtype=torch.bfloat16),
+        "tiles_rows_masked": dataclasses.replace(one, masked_rows=True),
+        "tiles_rows_masked_sinks": dataclasses.replace(gqa, masked_rows=True, sinks=True, cotangents=("lse",)),
+        "tiles_few_queries": few,
+        "tiles_one_query": dataclasses.replace(few, seqlens_q=(1, 1), seqlens_k=(700, 700), mask="bhqk"),
+        "tiles_no_keys": dataclasses.replace(one, seqlens_k=(0,)),
+        "tiles_no_queries": dataclasses.replace(one, seqlens_q=(0,)),
+        "tiles_grad_k_only": dataclasses.replace(gqa, grad_of=("k",), causal=True),
+        "tiles_grad_bias_only": dataclasses.replace(gqa, bias="b11k", grad_of=("bias",)),
+        "tiles_many_keys": dataclasses.replace(one, seqlens_q=(130,), seqlens_k=(4500,), num_heads=1, num_kv_heads=1),
+        "tiles_varlen": packed,
+        "tiles_varlen_rich": dataclasses.replace(
+            packed, causal=True, bias="1hqk", sinks=True, dropout=0.1, num_kv_heads=1, dtype=torch.bfloat16
+        ),
+        "tiles_varlen_shared": dataclasses.replace(packed, mask="qk", window=(150, None), bounds="loose"),
+        "tiles_paged": paged,
+        "tiles_paged_causal": dataclasses.replace(paged, causal=True, num_kv_heads=2, page_size=3),
+        "tiles_paged_decode": dataclasses.replace(
+            paged, decode=True, seqlens_q=(1,) * 4, seqlens_k=(300, 5, 700, 129), grad_of=()
+        ),
+    }
 
 
 def _packed() -> dict[str, Case]:

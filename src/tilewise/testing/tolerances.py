@@ -14,7 +14,7 @@ Infinities must be where the reference has them; NaN never passes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,20 +30,15 @@ COARSE_EPS = 2.0**-13
 IMPLAUSIBLE, IMPLAUSIBLE_EPS = 1e-3, 16.0
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(NamedTuple):
     """Largest and root-mean-square value of a tensor's finite elements."""
 
     largest: float
     rms: float
 
 
-@dataclass(frozen=True)
-class Slack:
-    """The tolerance of one result."""
-
-    largest: float
-    rms: float
+# The tolerance of a result.
+Slack = Measure
 
 
 def measure(values: Tensor) -> Measure:

@@ -8,6 +8,7 @@ reading them would synchronise with the device.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from tilewise.operands import Flags, Operands, Options
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names
 from tilewise.subclasses import check_class
+from tilewise.tile_masks import TileMask
 from tilewise.validation.flags import (
     OPTIONAL,
     OPTIONAL_PAGED,
@@ -29,7 +31,7 @@ from tilewise.validation.flags import (
     seed_tensor,
 )
 from tilewise.validation.foreign import unexpected
-from tilewise.validation.quantised import taken_apart, unwrapped, with_scales
+from tilewise.validation.quantised import taken_apart, unwrapped
 from tilewise.validation.tensors import FLOATS, TensorSpec, describe, public_names
 from tilewise.validation.values import check_values, longest_sequences
 
@@ -52,8 +54,6 @@ __all__ = [
     "require_tensors",
     "taken_apart",
     "unexpected",
-    "unwrapped",
-    "with_scales",
 ]
 
 
@@ -75,8 +75,8 @@ def checked(
 
     Without `cast`, the caller applies autocast. `needs_grad` is derived from the tensors unless it is given.
     """
-    (q, k, v), scales = unwrapped(*operands[:3], *_LAYOUTS.get(kind, (options.layout,)))
-    operands = Operands(q, k, v, *operands[3:])
+    (q, k, v), (scales, blocks) = unwrapped(*operands[:3], *_LAYOUTS.get(kind, (options.layout,)))
+    operands, lengths = _with_tiles(Operands(q, k, v, *operands[3:]))
     shown = public_names(kind)
     named = {shown.get(name, name): getattr(operands, name) for name in _PASSED[kind]}
     require_tensors(optional=OPTIONAL_PAGED if kind == "paged" else OPTIONAL, **named)
@@ -85,8 +85,20 @@ def checked(
     if needs_grad is None:
         needs_grad = any_needs_grad(q, k, v, operands.bias, operands.sinks)
     flags = normalise(options, needs_grad=needs_grad)
+    if lengths is not None:
+        flags = flags._replace(mask_seqlen_q=lengths[0], mask_seqlen_k=lengths[1])
     seed = seed_tensor(seed, options.dropout)
-    return with_scales(Operands(q, k, v, *operands[3:11], seed), flags, scales)
+    operands = Operands(q, k, v, *operands[3:14], seed)
+    return (operands._replace(**scales), flags._replace(**blocks)) if scales else (operands, flags)
+
+
+def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:
+    """A tile mask given as `mask` becomes its tensors, and the lengths that it was made for."""
+    mask: Any = operands.mask
+    if not isinstance(mask, TileMask):
+        return operands, None
+    tensors = operands._replace(mask=None, tiles=mask.tiles, tile_bits=mask.bits, tile_lists=mask.lists)
+    return tensors, (mask.seqlen_q, mask.seqlen_k)
 
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
@@ -126,8 +138,8 @@ def reads_contents(kind: Kind, operands: Operands) -> bool:
     return kind != "dense" and (operands.q.device.type == "cpu" or settings.current().check_values)
 
 
-# bias and mask are checked against the longest sequence, which may be known only after lengths are read.
-_LENGTH_BOUND = (Operands._fields.index("bias"), Operands._fields.index("mask"))
+# bias and masks are checked against the longest sequence, which may be known only after lengths are read.
+_LENGTH_BOUND = tuple(Operands._fields.index(name) for name in ("bias", "mask", "tiles"))
 
 Spec = tuple[torch.Size, torch.dtype, torch.device] | None
 

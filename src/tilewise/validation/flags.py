@@ -55,8 +55,12 @@ def _is_seed(value: Any) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64)
 
 
+_BOOL = Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool.")
+_LONGEST = Rule(
+    lambda x: x is None or _is_count(x), "None or an integer >= 0", "Pass the length of the longest sequence."
+)
 RULES: dict[str, Rule] = {
-    "causal": Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool."),
+    "causal": _BOOL,
     "window": Rule(
         _is_window,
         "None or a pair (left, right), each None or an integer >= 0 of at most 31 bits",
@@ -93,13 +97,9 @@ RULES: dict[str, Rule] = {
         "'auto' or one of " + ", ".join(map(repr, backends.NAMES)) + ", or the name of a registered backend",
         "tilewise.backends() lists what is there.",
     ),
-    "return_lse": Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool."),
-    "max_seqlen_q": Rule(
-        lambda x: x is None or _is_count(x), "None or an integer >= 0", "Pass the length of the longest sequence."
-    ),
-    "max_seqlen_k": Rule(
-        lambda x: x is None or _is_count(x), "None or an integer >= 0", "Pass the length of the longest sequence."
-    ),
+    "return_lse": _BOOL,
+    "max_seqlen_q": _LONGEST,
+    "max_seqlen_k": _LONGEST,
 }
 
 
@@ -116,7 +116,9 @@ def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> N
         if value is None and name in optional:
             continue
         if not isinstance(value, Tensor):
-            kind = "a torch.Tensor" + (" or None" if name in optional else "")
+            kind = (
+                "a torch.Tensor" + (", a TileMask" if name == "mask" else "") + (" or None" if name in optional else "")
+            )
             raise InvalidProblem(name, kind, type(value).__name__, "Convert it with torch.as_tensor.")
         if value.is_nested:
             fix = (
@@ -198,25 +200,24 @@ def any_needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast, q, k and v get its dtype, as for SDPA. fp64 q, k, v, and bias, sinks and slopes keep
-    theirs.
-    """
-    kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
+    """q, k and v in torch.autocast's dtype, as for SDPA. fp64 ones, bias, sinks and slopes keep theirs."""
+    dtype = _autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
 
 
 def autocast_looks(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors with the dtype that `autocast` would give but one element of memory each: for validation only."""
-    kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    dtype = _autocast_dtype(tensors[0])
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(kind)
     return tuple(
         t.new_empty((), dtype=dtype).expand(t.shape) if _is_cast(t) and t.dtype != dtype else t for t in tensors
     )
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    return None if kind == "meta" or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)
 
 
 def _is_cast(tensor: Tensor) -> bool:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
-from tilewise.operands import Flags, Operands
+from tilewise.operands import Operands
 
-__all__ = ["Quantised", "taken_apart", "unwrapped", "with_scales"]
+__all__ = ["taken_apart", "unwrapped"]
 
 
 # Padding up to the scales.
@@ -21,19 +20,11 @@ _NONES = (None,) * Operands._fields.index("q_scale")
 Data = tuple[Tensor, Tensor, Tensor]
 
 
-class Quantised(NamedTuple):
-    """What a call with FP8 operands has in addition to the data."""
-
-    q_scale: Tensor | None
-    k_scale: Tensor
-    v_scale: Tensor
-    q_block: int | None
-    k_block: int | None
-    v_block: int | None
-    out_dtype: torch.dtype | None
+# The scales as operands, and their blocks and the result's dtype as flags.
+Scales = tuple[dict[str, Any], dict[str, Any]]
 
 
-def unwrapped(q: Any, k: Any, v: Any, *layouts: str) -> tuple[Data, Quantised | None]:
+def unwrapped(q: Any, k: Any, v: Any, *layouts: str) -> tuple[Data, Scales]:
     """((q, k, v), scales) with containers replaced by their data. `layouts` are the layouts the call reads: q's, then
     k's and v's.
 
@@ -41,10 +32,10 @@ def unwrapped(q: Any, k: Any, v: Any, *layouts: str) -> tuple[Data, Quantised | 
     alike.
     """
     if isinstance(k, Tensor) and isinstance(q, Tensor) and isinstance(v, Tensor):
-        return (q, k, v), None
+        return (q, k, v), ({}, {})
     containers = {name: t for name, t in (("q", q), ("k", k), ("v", v)) if isinstance(t, Fp8Tensor)}
     if not containers:
-        return (q, k, v), None
+        return (q, k, v), ({}, {})
     for name, tensor in (("k", k), ("v", v)):
         if not isinstance(tensor, Fp8Tensor):
             expected = f"an Fp8Tensor as {next(iter(containers))} is"
@@ -55,9 +46,11 @@ def unwrapped(q: Any, k: Any, v: Any, *layouts: str) -> tuple[Data, Quantised | 
             fix = "Quantise it in the layout that the call reads."
             raise InvalidProblem(name, f"data in layout {layout!r}", repr(tensor.layout), fix)
     _check_basis(q, k, v)
-    q_parts = (q.scale, q.block, q.dtype) if isinstance(q, Fp8Tensor) else (None, None, None)
-    scales = Quantised(q_parts[0], k.scale, v.scale, q_parts[1], k.block, v.block, q_parts[2])
-    return (q.data if isinstance(q, Fp8Tensor) else q, k.data, v.data), scales
+    operands = {f"{name}_scale": tensor.scale for name, tensor in containers.items()}
+    flags: dict[str, Any] = {f"{name}_block": tensor.block for name, tensor in containers.items()}
+    if isinstance(q, Fp8Tensor):
+        return (q.data, k.data, v.data), (operands, flags | {"out_dtype": q.dtype})
+    return (q, k.data, v.data), (operands, flags)
 
 
 def taken_apart(given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -74,16 +67,6 @@ def taken_apart(given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]
     k_data, k_scale, k_about = (k.data, k.scale, k.about) if k.__class__ is Fp8Tensor else (k, None, None)
     v_data, v_scale, v_about = (v.data, v.scale, v.about) if v.__class__ is Fp8Tensor else (v, None, None)
     return (q_data, k_data, v_data, *others, *between, q_scale, k_scale, v_scale), (q_about, k_about, v_about)
-
-
-def with_scales(operands: Operands, flags: Flags, scales: Quantised | None) -> tuple[Operands, Flags]:
-    """The operands and flags with their scales filled in."""
-    if scales is None:
-        return operands, flags
-    operands = operands._replace(q_scale=scales.q_scale, k_scale=scales.k_scale, v_scale=scales.v_scale)
-    return operands, flags._replace(
-        q_block=scales.q_block, k_block=scales.k_block, v_block=scales.v_block, out_dtype=scales.out_dtype
-    )
 
 
 def _check_basis(q: Any, k: Fp8Tensor, v: Fp8Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 from tilewise.problem import MAX_HEAD_DIM, MAX_SEQLEN, AttentionProblem, Kind, Layout
+from tilewise.tiles import num_tiles
 
 __all__ = ["FLOATS", "TensorSpec", "describe", "public_names"]
 
@@ -23,6 +24,7 @@ __all__ = ["FLOATS", "TensorSpec", "describe", "public_names"]
 SEED_WITH_ORIGIN = 5
 E4M3 = torch.float8_e4m3fn
 # Index tensors may be int32 or int64; int64 is converted in every call.
+INDICES = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -69,18 +71,14 @@ SHAPES: dict[str, dict[str, str]] = {
 
 # The dtypes each operand may have, and the advice for another one.
 DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
-    "q_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
-    "k_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
-    "v_scale": ((torch.float32,), "Scales are fp32: see tilewise.fp8."),
-    "cu_seqlens_q": (INTEGERS, "Convert it with .to(torch.int32)."),
-    "cu_seqlens_k": (INTEGERS, "Convert it with .to(torch.int32)."),
-    "block_table": (INTEGERS, "Convert it with .to(torch.int32)."),
-    "seqlens_k": (INTEGERS, "Convert it with .to(torch.int32)."),
+    **dict.fromkeys(SCALES, ((torch.float32,), "Scales are fp32: see tilewise.fp8.")),
+    **dict.fromkeys(INDICES, (INTEGERS, "Convert it with .to(torch.int32).")),
     "bias": (FLOATS, "A boolean tensor belongs in mask= (True = attend)."),
     "mask": (
         (torch.bool,),
         "0 and 1 become a mask by .bool(); a float tensor that is added to the scores belongs in bias=.",
     ),
+    **dict.fromkeys(("tiles", "tile_bits", "tile_lists"), ((torch.int32,), "Make it with tilewise.tile_mask.")),
     "alibi_slopes": ((torch.float32,), "Convert it with .float()."),
     "sinks": (FLOATS, "Convert it to a floating dtype."),
     "seed": ((torch.int64,), "Convert it with .to(torch.int64)."),
@@ -110,7 +108,7 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
         for name, t in zip(Operands._fields, operands, strict=True)
         if t is not None
     }
-    public = public_names(kind)
+    public = public_names(kind) | dict.fromkeys(("tiles", "tile_bits", "tile_lists"), "mask")
     sizes = _bind_shapes(SHAPES[f"dense {flags.layout}" if kind == "dense" else kind], specs, public)
     _check_sizes(sizes)
     _check_dtypes(specs, public)
@@ -120,9 +118,11 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
     lengths = _lengths(kind, sizes, specs, flags)
     _check_lengths(kind, lengths)
     scores = (lengths["batch"], sizes["num_heads"], lengths["seqlen_q"], lengths["seqlen_k"])
-    _check_broadcast(specs, scores, bounds_known=_bounds_known(kind, specs, flags))
+    bounds_known = _bounds_known(kind, specs, flags)
+    _check_broadcast(specs, scores, bounds_known=bounds_known)
+    _check_tiles(specs, scores, flags, bounds_known=bounds_known)
     _check_per_head(specs, lengths["batch"], sizes["num_heads"])
-    if _bounds_known(kind, specs, flags) or specs["q"].device.type != "cpu":
+    if bounds_known or specs["q"].device.type != "cpu":
         _check_scales(kind, sizes, lengths, flags)
     return _problem(kind, sizes, lengths, specs, flags)
 
@@ -287,6 +287,28 @@ def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int], *, bounds_
             raise InvalidProblem(name, expected, tuple(shape), fix)
 
 
+def _check_tiles(specs: Specs, scores: tuple[int, int, int, int], flags: Flags, *, bounds_known: bool) -> None:
+    if "tiles" not in specs:
+        return
+    if not bounds_known:
+        fix = "Pass the longest lengths; reading them from the GPU would make the CPU wait."
+        raise InvalidProblem("max_seqlen_q, max_seqlen_k", "integers, because a tile mask is given", None, fix)
+    batch, heads, seqlen_q, seqlen_k = scores
+    made_for = flags.mask_seqlen_q, flags.mask_seqlen_k
+    if made_for != (seqlen_q, seqlen_k):
+        expected = f"a tile mask of {seqlen_q} queries x {seqlen_k} keys"
+        fix = "Cut it with mask.cut(rows, keys), or make it longer with mask.grow or TileMask.stack."
+        raise InvalidProblem("mask", expected, f"one of {made_for[0]} x {made_for[1]}", fix)
+    shape = specs["tiles"].shape
+    shared = zip(shape[:2], (batch, heads), strict=True)
+    if len(shape) != 4 or not all(_broadcasts(size, full) for size, full in shared):
+        expected = f"a tile mask of batch {batch} and {heads} heads, or 1 of either"
+        raise InvalidProblem("mask", expected, f"{shape[0]} and {shape[1]}", "Share one, or give one each.")
+    if tuple(shape[2:]) != (num_tiles(seqlen_q), num_tiles(seqlen_k)):
+        expected = f"a map of {num_tiles(seqlen_q)} x {num_tiles(seqlen_k)} tiles"
+        raise InvalidProblem("mask", expected, tuple(shape[2:]), "Make it with tilewise.tile_mask.")
+
+
 def _broadcasts(size: int | torch.SymInt, full: int) -> bool:
     # In this order an unbacked SymInt is compared with nothing but itself.
     return size in ((1, full) if isinstance(size, int) else (full, 1))
@@ -337,7 +359,7 @@ def _problem(
     return AttentionProblem(
         kind=kind,
         dtype=(flags.out_dtype or torch.bfloat16) if "q_scale" in specs else specs["q"].dtype,
-        **lengths,
+        **lengths,  # type: ignore[arg-type]
         num_heads=sizes["num_heads"],
         num_kv_heads=sizes["num_kv_heads"],
         head_dim=sizes["head_dim"],
@@ -351,6 +373,7 @@ def _problem(
         bias_shape=_four_dims(specs.get("bias")),
         bias_dtype=specs["bias"].dtype if "bias" in specs else None,
         mask_shape=_four_dims(specs.get("mask")),
+        tiles_shape=_four_dims(specs.get("tiles")),
         has_alibi="alibi_slopes" in specs,
         has_sinks="sinks" in specs,
         layout=cast("Layout", flags.layout) if kind == "dense" else "bhsd",

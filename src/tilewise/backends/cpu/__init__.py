@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise import numerics
 from tilewise.backends.base import Bound, Prefixes, TileShape
 from tilewise.device import DeviceSpec
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
 
 __all__ = ["BACKEND", "CpuBackend"]
@@ -61,6 +62,11 @@ class CpuBackend:
         del problem
         return None
 
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        """How tile masks are read, for reports."""
+        del problem
+        return "panels of queries visit the tiles of keys that the mask lists; full tiles are not masked"
+
     def fp8_path(self, problem: AttentionProblem) -> str:
         """How e4m3 operands are read, for reports."""
         del problem
@@ -81,19 +87,42 @@ class CpuBackend:
 
         return launch_backward.backward(problem, operands, out, lse, dout, dlse, wanted)
 
+    def forward_tangent(
+        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out, lse, out', lse')."""
+        from tilewise.backends.cpu import launch_higher
+
+        return launch_higher.forward_tangent(problem, operands, tangents)
+
+    def backward_twice(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        results: tuple[Tensor, Tensor, Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Second derivatives."""
+        from tilewise.backends.cpu import launch_higher
+
+        return launch_higher.backward_twice(problem, operands, tangents, results, dout, dlse, wanted)
+
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         """Writes rows of K and V into slots of pages: see tilewise.kv.writing."""
-        from tilewise.backends.cpu import launch_writing
+        from tilewise.backends.cpu import launch_pages
 
-        launch_writing.write_rows(k, v, k_pages, v_pages, slots)
+        launch_pages.write_rows(k, v, k_pages, v_pages, slots)
 
     def append_quantised(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
     ) -> None:
         """Writes rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
-        from tilewise.backends.cpu import launch_quantising
+        from tilewise.backends.cpu import launch_pages
 
-        launch_quantising.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+        launch_pages.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups."""
@@ -104,9 +133,7 @@ class CpuBackend:
         self, problem: AttentionProblem, operands: Operands, num_rows: int, rows: Tensor | None, out: Tensor,
         lse: Tensor,
     ) -> None:  # fmt: skip
-        """Attends groups of query rows to their prefixes and merges into `out` and `lse` of their own keys: see
-        tilewise.cascade.
-        """
+        """Attends groups of rows to their prefixes and merges into `out` and `lse`: see tilewise.cascade."""
         from tilewise.backends.cpu import launch
 
         q = operands.q[:num_rows] if rows is None else operands.q.index_select(0, rows)
@@ -133,23 +160,13 @@ class CpuBackend:
 
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
         """Merges rows of a partial result over other keys into `out` and `lse`: see tilewise.cascade."""
-        from tilewise.backends.cpu import launch_partial_rows
-
-        launch_partial_rows.merge_rows(out, lse, part, part_lse, rows)
+        numerics.merge_rows(out, lse, part, part_lse, rows)
 
     def cache_state(self) -> Mapping[str, Any]:
         """Where compiled programs are kept, and how many of them for this version and processor."""
-        from tilewise.backends.cpu.cache import cache_state, programs
+        from tilewise.backends.cpu import cache
 
-        state = cache_state()
-        return {
-            "path": str(state.path),
-            "writable": state.writable,
-            "entries": state.entries,
-            "entries_when_full": len(programs()),
-            "size_bytes": state.size,
-            "refused": state.refused,
-        }
+        return cache.cache_state()
 
     def warmup(self, progress: Callable[[str, int, int], None]) -> None:
         """Compiles every program into the cache; `progress(name, done, total)` is called before each one."""

@@ -9,8 +9,10 @@ dQ += dS K.
 from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
+from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.features import PANEL, TABLE_BYTES, multiply_panel
+from tilewise.backends.cpu.emit import FP32
+from tilewise.backends.cpu.features import multiply_panel
 from tilewise.backends.cpu.intrinsics import (
     atomic_add,
     field,
@@ -21,7 +23,6 @@ from tilewise.backends.cpu.intrinsics import (
     store_f32,
     store_i64,
 )
-from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.merging import MINUS_INF
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax_gradient, weigh_values
 from tilewise.backends.cpu.packing import (
@@ -35,20 +36,14 @@ from tilewise.backends.cpu.packing import (
     untranspose_panel,
 )
 from tilewise.backends.cpu.scoring import (
-    BLOCK_N,
-    KEY_STEP,
-    LANES,
-    MAX_FIRST,
-    MAX_LAST,
-    MIN_FIRST,
-    MIN_LAST,
-    PANEL_BYTES,
-    TILE_BEGIN,
-    TILE_END,
-    VALUE_STEP,
     change_scores,
     drop_panel,
+    end_seen,
+    first_seen,
+    is_cut,
+    is_listed,
     k_length,
+    mask_tiles,
     pack_tile,
     prepare_rows,
     q_length,
@@ -56,48 +51,66 @@ from tilewise.backends.cpu.scoring import (
 )
 from tilewise.backends.cpu.stopping import leave, stops, stops_at
 
-__all__ = ["backward"]
-
-SCORE_KEYS = host().score_keys
-VALUE_ROWS = host().value_rows
 INFINITY = float("inf")
-FP32_CODE = 0
-SCORE_BYTES = 4 * BLOCK_N * PANEL
-# Schedule entries: (first batch, end batch, first row, end row, first key, end key), int64 each.
-ENTRY_BYTES = 48
+SCORE_BYTES = 4 * sz.BLOCK_N * sz.PANEL
 
 
 @driver
-def pack_panel(p: int, ws: int, tensor: int, source: int, num_rows: int, dim: int, width: int, panel: int) -> None:
-    """Rows of q or dout: staged as fp32, then transposed for scores (in `tensor`'s buffer) and in columns for products.
+def pack_panel(
+    p: int,
+    ws: int,
+    tensor: int,
+    source: int,
+    num_rows: int,
+    dim: int,
+    width: int,
+    panel: int,
+    panels: int,
+    columns: int,
+    scale: float,
+) -> None:
+    """Rows of q or dout (or of q's tangent): staged as fp32, then transposed for scores (in the buffer `panels`) and in
+    `columns` for products.
 
     Columns of value_step keep the product's rows on different cache sets: at head_dim 128 rows 512 bytes apart would
     share eight of them.
     """
-    stage, is_q = ws + field(p, f.WS_STAGE), tensor == f.Q
+    stage = ws + field(p, f.WS_STAGE)
     pack_rows(source, field(p, tensor + 3), num_rows, field(p, f.DTYPE), dim, stage, 4 * width, width, 1.0)
-    fill(stage + 4 * num_rows * width, (PANEL - num_rows) * width, 0.0)
-    scale = scalar_bits(field(p, f.Q_SCALE)) if is_q else 1.0
-    transposed = ws + (field(p, f.WS_Q) if is_q else field(p, f.WS_DOUT)) + 4 * panel * PANEL * width
-    transpose_panel(stage, 4 * width, width, transposed, scale)
-    columns = ws + (field(p, f.WS_Q_ROWS) if is_q else field(p, f.WS_DOUT_ROWS)) + 4 * panel * PANEL * VALUE_STEP
-    column_bytes = 4 * field(p, f.BLOCK_M) * VALUE_STEP
-    pack_values(stage, 4 * width, PANEL, FP32_CODE, width, columns, column_bytes, width, 1.0)
+    fill(stage + 4 * num_rows * width, (sz.PANEL - num_rows) * width, 0.0)
+    transpose_panel(stage, 4 * width, width, panels + 4 * panel * sz.PANEL * width, scale)
+    columns += 4 * panel * sz.PANEL * sz.VALUE_STEP
+    column_bytes = 4 * field(p, f.BLOCK_M) * sz.VALUE_STEP
+    pack_values(stage, 4 * width, sz.PANEL, FP32, width, columns, column_bytes, width, 1.0)
+
+
+@driver
+def row_address(p: int, tensor: int, batch: int, head: int, row: int) -> int:
+    """Address of one row of a q-like tensor (`tensor` is the position of its fields)."""
+    place = batch * field(p, tensor + 1) + head * field(p, tensor + 2) + row * field(p, tensor + 3)
+    return field(p, tensor) + place
 
 
 @driver
 def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
     """Pack q and dout of a block, and the statistics of its rows."""
     row = q_start(p, batch) + first_row
-    q = field(p, f.Q) + batch * field(p, f.Q_BATCH) + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
-    dout = field(p, f.DOUT) + batch * field(p, f.DOUT_BATCH) + head * field(p, f.DOUT_HEAD) + row * field(p, f.DOUT_ROW)
-    out = field(p, f.OUT) + batch * field(p, f.OUT_BATCH) + head * field(p, f.OUT_HEAD) + row * field(p, f.OUT_ROW)
+    q, dout = row_address(p, f.Q, batch, head, row), row_address(p, f.DOUT, batch, head, row)
+    out, scale = row_address(p, f.OUT, batch, head, row), scalar_bits(field(p, f.Q_SCALE))
+    q_panels, q_columns = ws + field(p, f.WS_Q), ws + field(p, f.WS_Q_ROWS)
+    dout_panels, dout_columns = ws + field(p, f.WS_DOUT), ws + field(p, f.WS_DOUT_ROWS)
+    dim, dim_v, width, width_v = (
+        field(p, f.HEAD_DIM),
+        field(p, f.HEAD_DIM_V),
+        field(p, f.DIM_WIDE),
+        field(p, f.DIM_V_WIDE),
+    )
     statistics = batch * field(p, f.LSE_BATCH) + head * field(p, f.LSE_HEAD) + 4 * row
-    for panel in range((count + PANEL - 1) // PANEL):
-        first, rows = panel * PANEL, min(PANEL, count - panel * PANEL)
+    for panel in range((count + sz.PANEL - 1) // sz.PANEL):
+        first, rows = panel * sz.PANEL, min(sz.PANEL, count - panel * sz.PANEL)
         q_source, dout_source = q + first * field(p, f.Q_ROW), dout + first * field(p, f.DOUT_ROW)
-        pack_panel(p, ws, f.Q, q_source, rows, field(p, f.HEAD_DIM), field(p, f.DIM_WIDE), panel)
-        pack_panel(p, ws, f.DOUT, dout_source, rows, field(p, f.HEAD_DIM_V), field(p, f.DIM_V_WIDE), panel)
+        pack_panel(p, ws, f.Q, q_source, rows, dim, width, panel, q_panels, q_columns, scale)
+        pack_panel(p, ws, f.DOUT, dout_source, rows, dim_v, width_v, panel, dout_panels, dout_columns, 1.0)
         pack_statistics(p, ws, out + first * field(p, f.OUT_ROW), statistics + 4 * first, rows, panel)
 
 
@@ -110,7 +123,7 @@ def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: in
     """
     width_v, row = field(p, f.DIM_V_WIDE), ws + field(p, f.WS_EXTRA)
     to_log2 = scalar_bits(field(p, f.LSE_TO_LOG2))
-    for r in range(PANEL):
+    for r in range(sz.PANEL):
         high, low, delta = INFINITY, 0.0, 0.0
         if r < num_rows:
             lse = load_f32(field(p, f.LSE) + at + 4 * r)
@@ -125,43 +138,63 @@ def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: in
                 delta -= load_f32(field(p, f.DLSE) + at + 4 * r)
             if field(p, f.DELTA) != 0:
                 store_f32(field(p, f.DELTA) + at + 4 * r, delta)
-        store_f32(ws + field(p, f.WS_LSE) + 4 * (panel * PANEL + r), high)
-        store_f32(ws + field(p, f.WS_LSE_LOW) + 4 * (panel * PANEL + r), low)
-        store_f32(ws + field(p, f.WS_DELTA) + 4 * (panel * PANEL + r), delta)
+        store_f32(ws + field(p, f.WS_LSE) + 4 * (panel * sz.PANEL + r), high)
+        store_f32(ws + field(p, f.WS_LSE_LOW) + 4 * (panel * sz.PANEL + r), low)
+        store_f32(ws + field(p, f.WS_DELTA) + 4 * (panel * sz.PANEL + r), delta)
 
 
 @driver
 def panel_gradient(
-    p: int, ws: int, batch: int, panel: int, num_rows: int, k0: int, begin: int, end: int, k: int, v: int
+    p: int,
+    ws: int,
+    batch: int,
+    head: int,
+    row: int,
+    panel: int,
+    num_rows: int,
+    k0: int,
+    begin: int,
+    end: int,
+    k: int,
+    v: int,
 ) -> None:
     """P and dS of one panel against keys [begin, end) of the tile at k0, whose rows are k and v from `begin` on. They
     are left in the score buffers at `begin`.
     """
     size, first_key = end - begin, k0 + begin
     width, width_v = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE)
-    s = ws + field(p, f.WS_SCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
-    ds = ws + field(p, f.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
-    table, bounds = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES, ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
-    q, dout = ws + field(p, f.WS_Q) + 4 * panel * PANEL * width, ws + field(p, f.WS_DOUT) + 4 * panel * PANEL * width_v
-    for j in range(0, size, SCORE_KEYS):
-        scores(k + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), q, s + 4 * j * PANEL, ws + field(p, f.WS_MAX))
-    for j in range(0, size, SCORE_KEYS):
+    s = ws + field(p, f.WS_SCORES) + panel * SCORE_BYTES + 4 * begin * sz.PANEL
+    ds = ws + field(p, f.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * sz.PANEL
+    table, bounds = (
+        ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES,
+        ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES,
+    )
+    q, dout = (
+        ws + field(p, f.WS_Q) + 4 * panel * sz.PANEL * width,
+        ws + field(p, f.WS_DOUT) + 4 * panel * sz.PANEL * width_v,
+    )
+    for j in range(0, size, sz.SCORE_KEYS):
+        scores(k + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), q, s + 4 * j * sz.PANEL, ws + field(p, f.WS_MAX))
+    for j in range(0, size, sz.SCORE_KEYS):
         scores(
             v + 4 * j * width_v,
             4 * width_v,
             field(p, f.DIM_V_PADDED),
             dout,
-            ds + 4 * j * PANEL,
+            ds + 4 * j * sz.PANEL,
             ws + field(p, f.WS_MAX),
         )
-    features, vectors = field(p, f.FEATURES), PANEL // LANES
-    edge = first_key < load_i64(bounds + MAX_FIRST) or first_key + size - 1 > load_i64(bounds + MIN_LAST)
-    if edge or (features & f.CHANGES_SCORES) != 0:
-        valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
+    features, vectors = field(p, f.FEATURES), sz.PANEL // sz.LANES
+    edge = first_key < load_i64(bounds + f.MAX_FIRST) or first_key + size - 1 > load_i64(bounds + f.MIN_LAST)
+    cut = is_cut(p, batch, head, row, first_key, size)
+    if edge or cut or (features & f.CHANGES_SCORES) != 0:
+        valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
         change_scores(p, ws, s, size, valid, first_key, table, num_rows, ws + field(p, f.WS_CAP))
+    if cut:
+        mask_tiles(p, s, batch, head, row, first_key, size, vectors)
     if features & f.HAS_DROPOUT:
         drop_panel(p, ds, size, first_key, table, batch, vectors)
-    rows = 4 * panel * PANEL
+    rows = 4 * panel * sz.PANEL
     softmax_gradient(
         s,
         ds,
@@ -174,83 +207,98 @@ def panel_gradient(
     if features & f.HAS_DROPOUT:
         drop_panel(p, s, size, first_key, table, batch, vectors)
     if field(p, f.WORK) & f.MAKES_DBIAS:
-        valid = min(size, load_i64(bounds + MAX_LAST) + 1 - first_key)
-        untranspose_panel(ds, size, ws + field(p, f.WS_STAGE), 4 * BLOCK_N)
+        valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
+        untranspose_panel(ds, size, ws + field(p, f.WS_STAGE), 4 * sz.BLOCK_N)
         add_bias_gradient(p, ws, batch, panel, num_rows, first_key, valid)
     if features & f.HAS_SOFTCAP:
-        multiply_panel(ds, size, ws + field(p, f.WS_CAP), (num_rows + LANES - 1) // LANES)
+        multiply_panel(ds, size, ws + field(p, f.WS_CAP), (num_rows + sz.LANES - 1) // sz.LANES)
 
 
 @driver
 def add_bias_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, first_key: int, valid: int) -> None:
-    """Add the staged dS rows of a panel to dbias. Rows, heads or batches that share a bias row are added one after
-    another.
-    """
+    """Add the staged dS rows of a panel to dbias. Rows that share a bias row are added one after another."""
     head, row = field(p, f.WS_HEAD_ROW) + ws, 0
     base = field(p, f.DBIAS) + batch * field(p, f.DBIAS_BATCH) + load_i64(head) * field(p, f.DBIAS_HEAD)
-    row = load_i64(head + 8) + panel * PANEL
+    row = load_i64(head + 8) + panel * sz.PANEL
     for r in range(num_rows):
         target = base + (row + r) * field(p, f.DBIAS_ROW) + first_key * field(p, f.DBIAS_KEY)
-        add_row(target, field(p, f.DBIAS_KEY), ws + field(p, f.WS_STAGE) + 4 * BLOCK_N * r, valid)
+        add_row(target, field(p, f.DBIAS_KEY), ws + field(p, f.WS_STAGE) + 4 * sz.BLOCK_N * r, valid)
+
+
+@driver
+def sees_keys(p: int, ws: int, panel: int, j: int) -> int:
+    """Whether a panel has scores for the keys at j of the present tile."""
+    bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+    return load_i64(bounds + f.TILE_BEGIN) <= j < load_i64(bounds + f.TILE_END)
 
 
 @driver
 def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: int, width: int, acc: int) -> None:
     """acc[size keys][width] += weights . x over the panels that see each group of keys; x is in columns."""
-    for d in range(0, width, VALUE_STEP):
+    for d in range(0, width, sz.VALUE_STEP):
         column = x + 4 * d * field(p, f.BLOCK_M)
-        for j in range(0, size, VALUE_ROWS):
-            first, count = 0, 0
-            for panel in range(panels):
-                bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
-                if load_i64(bounds + TILE_BEGIN) <= j < load_i64(bounds + TILE_END):
-                    first = panel if count == 0 else first
-                    count += 1
-            if count > 0:
-                seen = weights + first * SCORE_BYTES + 4 * j * PANEL
-                source, place = column + 4 * first * PANEL * VALUE_STEP, acc + 4 * (j * width + d)
-                accumulate_keys(seen, SCORE_BYTES, count, source, 4 * VALUE_STEP, place, 4 * width)
+        for j in range(0, size, sz.VALUE_ROWS):
+            first, panel = 0, 0
+            while first < panels:
+                # Runs of panels that see these keys: one under a band, several where a tile mask leaves gaps.
+                panel = first
+                while panel < panels:
+                    if sees_keys(p, ws, panel, j) == 0:
+                        break
+                    panel += 1
+                if panel > first:
+                    seen, place = weights + first * SCORE_BYTES + 4 * j * sz.PANEL, acc + 4 * (j * width + d)
+                    source = column + 4 * first * sz.PANEL * sz.VALUE_STEP
+                    accumulate_keys(seen, SCORE_BYTES, panel - first, source, 4 * sz.VALUE_STEP, place, 4 * width)
+                first = panel + 1
 
 
 @driver
-def accumulate_dq(p: int, ws: int, panel: int, num_rows: int, begin: int, end: int) -> None:
-    """dq[num_rows] += dS K for one panel and the keys it sees; K is in columns."""
+def accumulate_dq(p: int, ws: int, weights: int, columns: int, panel: int, num_rows: int, begin: int, end: int) -> None:
+    """dq[num_rows] += dS K for one panel and the keys it sees; `weights` are the panels of dS, `columns` hold K."""
     width, ones = field(p, f.DIM_WIDE), ws + field(p, f.WS_ONES)
-    ds = ws + field(p, f.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * PANEL
-    k = ws + field(p, f.WS_K_COLUMNS) + 4 * begin * VALUE_STEP
-    dq = ws + field(p, f.WS_DQ) + 4 * panel * PANEL * width
-    for i in range(0, num_rows, VALUE_ROWS):
-        for d in range(0, width, VALUE_STEP):
+    ds = weights + panel * SCORE_BYTES + 4 * begin * sz.PANEL
+    k = columns + 4 * begin * sz.VALUE_STEP
+    dq = ws + field(p, f.WS_DQ) + 4 * panel * sz.PANEL * width
+    for i in range(0, num_rows, sz.VALUE_ROWS):
+        for d in range(0, width, sz.VALUE_STEP):
             place = dq + 4 * (i * width + d)
-            weigh_values(ds + 4 * i, k + 4 * d * BLOCK_N, 4 * VALUE_STEP, end - begin, place, 4 * width, ones)
+            weigh_values(ds + 4 * i, k + 4 * d * sz.BLOCK_N, 4 * sz.VALUE_STEP, end - begin, place, 4 * width, ones)
 
 
 @driver
-def tile_gradient(p: int, ws: int, batch: int, kv_head: int, count: int, k0: int, size: int, key_begin: int) -> None:
+def tile_gradient(
+    p: int, ws: int, batch: int, head: int, first_row: int, count: int, k0: int, size: int, key_begin: int
+) -> None:
     """All panels of a block against the tile of `size` keys at k0."""
+    kv_head = head // field(p, f.GROUP_SIZE)
     width, width_v, work = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.WORK)
     k = pack_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K))
     v = pack_tile(p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
     if work & f.MAKES_DQ:
-        padded, columns = (size + KEY_STEP - 1) // KEY_STEP * KEY_STEP, ws + field(p, f.WS_K_COLUMNS)
-        column_bytes = 4 * BLOCK_N * VALUE_STEP
-        pack_values(k, 4 * width, padded, FP32_CODE, width, columns, column_bytes, width, 1.0)
-    panels = (count + PANEL - 1) // PANEL
+        padded, columns = (size + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP, ws + field(p, f.WS_K_COLUMNS)
+        column_bytes = 4 * sz.BLOCK_N * sz.VALUE_STEP
+        pack_values(k, 4 * width, padded, FP32, width, columns, column_bytes, width, 1.0)
+    panels = (count + sz.PANEL - 1) // sz.PANEL
     for panel in range(panels):
-        bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
-        low = max(0, load_i64(bounds + MIN_FIRST) - k0)
-        high = min(size, load_i64(bounds + MAX_LAST) + 1 - k0)
-        begin, end = low // KEY_STEP * KEY_STEP, (max(high, 0) + KEY_STEP - 1) // KEY_STEP * KEY_STEP
+        bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+        low = max(0, load_i64(bounds + f.MIN_FIRST) - k0)
+        high = min(size, load_i64(bounds + f.MAX_LAST) + 1 - k0)
+        row = first_row + panel * sz.PANEL
+        low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+        high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+        begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (max(high, 0) + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
         if low >= high:
             begin, end = 0, 0
-        store_i64(bounds + TILE_BEGIN, begin)
-        store_i64(bounds + TILE_END, end)
+        store_i64(bounds + f.TILE_BEGIN, begin)
+        store_i64(bounds + f.TILE_END, end)
         if begin < end:
-            num_rows = min(PANEL, count - panel * PANEL)
+            num_rows = min(sz.PANEL, count - panel * sz.PANEL)
             seen_k, seen_v = k + 4 * begin * width, v + 4 * begin * width_v
-            panel_gradient(p, ws, batch, panel, num_rows, k0, begin, end, seen_k, seen_v)
+            panel_gradient(p, ws, batch, head, row, panel, num_rows, k0, begin, end, seen_k, seen_v)
             if work & f.MAKES_DQ:
-                accumulate_dq(p, ws, panel, num_rows, begin, end)
+                weights, columns = ws + field(p, f.WS_DSCORES), ws + field(p, f.WS_K_COLUMNS)
+                accumulate_dq(p, ws, weights, columns, panel, num_rows, begin, end)
     if work & f.MAKES_DKV:
         s, ds = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_DSCORES)
         dk, dv = (
@@ -266,25 +314,29 @@ def block_gradient(
     p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int
 ) -> None:
     """One block of query rows of one head against a range of keys."""
-    kv_head, width = head // field(p, f.GROUP_SIZE), field(p, f.DIM_WIDE)
+    width = field(p, f.DIM_WIDE)
     prepare_rows(p, ws, batch, head, first_row, count, key_begin, key_end)
     first, last = f.UNBOUNDED, -1
-    for panel in range((count + PANEL - 1) // PANEL):
-        bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
-        first, last = min(first, load_i64(bounds + MIN_FIRST)), max(last, load_i64(bounds + MAX_LAST))
+    for panel in range((count + sz.PANEL - 1) // sz.PANEL):
+        bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+        first, last = min(first, load_i64(bounds + f.MIN_FIRST)), max(last, load_i64(bounds + f.MAX_LAST))
     makes_dq = field(p, f.WORK) & f.MAKES_DQ
     if (first > last and makes_dq == 0) or stops(p):
+        return
+    if makes_dq == 0 and is_listed(p, batch, head, first_row, first_row + count, max(0, first), last + 1) == 0:
         return
     store_i64(ws + field(p, f.WS_HEAD_ROW), head)
     store_i64(ws + field(p, f.WS_HEAD_ROW) + 8, first_row)
     pack_block(p, ws, batch, head, first_row, count)
-    fill(ws + field(p, f.WS_DQ), (count + PANEL - 1) // PANEL * PANEL * width, 0.0)
-    k0 = max(0, first) // BLOCK_N * BLOCK_N
+    fill(ws + field(p, f.WS_DQ), (count + sz.PANEL - 1) // sz.PANEL * sz.PANEL * width, 0.0)
+    k0 = max(0, first) // sz.BLOCK_N * sz.BLOCK_N
     while k0 <= last:
         if stops_at(p, k0):
             break
-        tile_gradient(p, ws, batch, kv_head, count, k0, min(BLOCK_N, last + 1 - k0), key_begin)
-        k0 += BLOCK_N
+        size = min(sz.BLOCK_N, last + 1 - k0)
+        if is_listed(p, batch, head, first_row, first_row + count, k0, k0 + size):
+            tile_gradient(p, ws, batch, head, first_row, count, k0, size, key_begin)
+        k0 += sz.BLOCK_N
     if makes_dq:
         row = q_start(p, batch) + first_row
         dq = field(p, f.DQ) + batch * field(p, f.DQ_BATCH) + head * field(p, f.DQ_HEAD) + row * field(p, f.DQ_ROW)
@@ -320,7 +372,7 @@ def store_key_gradients(p: int, ws: int, batch: int, kv_head: int, key_begin: in
 def backward_item(p: int, ws: int, item: int) -> None:
     """One work item: a schedule entry for one unit of heads."""
     head = item % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT)
-    place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
+    place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * f.BACKWARD_ENTRY_BYTES
     batch, end_batch, first_row, end_row = (
         load_i64(place),
         load_i64(place + 8),
@@ -330,7 +382,7 @@ def backward_item(p: int, ws: int, item: int) -> None:
     key_begin, end_key = load_i64(place + 32), load_i64(place + 40)
     makes_dkv, block_m = field(p, f.WORK) & f.MAKES_DKV, field(p, f.BLOCK_M)
     if makes_dkv:
-        keys = (min(end_key, k_length(p, batch)) - key_begin + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        keys = (min(end_key, k_length(p, batch)) - key_begin + sz.BLOCK_N - 1) // sz.BLOCK_N * sz.BLOCK_N
         fill(ws + field(p, f.WS_DK), keys * field(p, f.DIM_WIDE), 0.0)
         fill(ws + field(p, f.WS_DV), keys * field(p, f.DIM_V_WIDE), 0.0)
     while batch < end_batch:
@@ -348,7 +400,7 @@ def backward(p: int) -> None:
     """The entry point of each thread: take work items until none is left."""
     counters = p + 8 * f.BLOCK_FIELDS
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
-    fill(ws + field(p, f.WS_ONES), PANEL, 1.0)
+    fill(ws + field(p, f.WS_ONES), sz.PANEL, 1.0)
     while True:
         item = atomic_add(counters + 64, 1)
         if item >= field(p, f.NUM_ITEMS) or stops(p):

@@ -28,17 +28,16 @@ from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.private_folder import PrivateFolder, UntrustedFolder
 from tilewise.version import __version__
 
-__all__ = ["PROGRAMS", "CacheState", "Program", "cache_state", "program", "programs", "warmup"]
-
 # Entry points; the module is imported only to compile.
 PROGRAMS = {
     "forward": "tilewise.backends.cpu.forward",
     "forward_matrix": "tilewise.backends.cpu.forward_matrix",
     "decode": "tilewise.backends.cpu.decode",
     "backward": "tilewise.backends.cpu.backward",
-    "write_rows": "tilewise.backends.cpu.writing",
-    "append_quantised": "tilewise.backends.cpu.quantising",
-    "merge_rows": "tilewise.backends.cpu.partial_rows",
+    "tangent": "tilewise.backends.cpu.tangent",
+    "twice": "tilewise.backends.cpu.twice",
+    "write_rows": "tilewise.backends.cpu.pages",
+    "append_quantised": "tilewise.backends.cpu.pages",
 }
 # Programs that need a matrix unit.
 MATRIX_PROGRAMS = ("forward_matrix",)
@@ -59,18 +58,6 @@ class Program(NamedTuple):
     engine: Any
 
 
-class CacheState(NamedTuple):
-    """Where compiled programs are kept and how many there are. `entries` and `size` count this version and processor
-    only. `refused` says why the folder is not used.
-    """
-
-    path: Path
-    writable: bool
-    entries: int
-    size: int
-    refused: str | None = None
-
-
 def programs() -> tuple[str, ...]:
     """The programs for this machine."""
     has_matrix = host().matrix is not None
@@ -85,9 +72,7 @@ def cache_dir() -> Path:
 
 @functools.cache
 def fingerprint() -> str:
-    """Everything machine code depends on: version, processor, instruction table, compiler, and this package's
-    source.
-    """
+    """Everything machine code depends on: version, processor, instruction table, compiler and source."""
     digest = hashlib.sha256()
     features = binding.get_host_cpu_features().flatten()
     for part in (
@@ -110,18 +95,20 @@ def file_name(name: str) -> str:
     return f"{name}-{__version__}-{fingerprint()}{SUFFIX}"
 
 
-def cache_state() -> CacheState:
-    """The state of the cache, for `tilewise doctor`."""
+def cache_state() -> dict[str, Any]:
+    """Where programs are kept, how many of this version and processor, and why the folder is not used, if so."""
     path = cache_dir()
+    state = {"path": str(path), "writable": False, "entries": 0, "entries_when_full": len(programs()), "size_bytes": 0}
     try:
         with contextlib.closing(PrivateFolder(path, create=False)) as folder:
             kept = [folder.read(file_name(name)) for name in programs()]
     except UntrustedFolder as untrusted:
-        return CacheState(path, False, 0, 0, untrusted.reason)
+        return state | {"refused": untrusted.reason}
     except OSError:
         kept = []
     sizes = [len(content) for content in kept if content is not None]
-    return CacheState(path, _is_writable(path), len(sizes), sum(sizes))
+    found = {"writable": _is_writable(path), "entries": len(sizes), "size_bytes": sum(sizes), "refused": None}
+    return state | found
 
 
 def _is_writable(path: Path) -> bool:
@@ -131,14 +118,12 @@ def _is_writable(path: Path) -> bool:
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
-def warmup(progress: Callable[[str, int, int], None] | None = None) -> CacheState:
+def warmup(progress: Callable[[str, int, int], None]) -> None:
     """Compile and keep every program; `progress(name, done, total)` is called before each one."""
     names = programs()
     for done, name in enumerate(names):
-        if progress is not None:
-            progress(name, done, len(names))
+        progress(name, done, len(names))
         program(name)
-    return cache_state()
 
 
 @functools.cache

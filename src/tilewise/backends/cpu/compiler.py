@@ -15,39 +15,28 @@ from tilewise.backends.cpu.emit import F32, I64, Emitter, Value
 from tilewise.backends.cpu.isa import Isa, host
 from tilewise.backends.cpu.language import Translator, signature_of
 
-__all__ = ["Part", "build_module", "compile_object", "driver", "kernel", "optimise", "part_of"]
-
 LLVM_TYPES = {"i": I64, "f": F32, "v": ir.VoidType()}
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class Part(NamedTuple):
-    """One function of a program: its symbol, its C-like type, and the Python function that is translated or that emits
-    its code.
-    """
+    """One function of a program: symbol, C-like type, and the Python function to translate or that emits."""
 
     symbol: str
     kind: ir.FunctionType
     function: Callable[..., Any]
     is_driver: bool
 
-
-class _Callable:
-    """A name that drivers may call. It is translated, never called from Python."""
-
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.__doc__ = part.function.__doc__
-
     def __call__(self, *_arguments: Any) -> Any:
-        raise TypeError(f"{self.part.symbol} is compiled code: launch it through tilewise.backends.cpu.launch")
+        """Drivers call parts by name, but they are translated, never called from Python."""
+        raise TypeError(f"{self.symbol} is compiled code: launch it through tilewise.backends.cpu.launch")
 
 
 def part_of(named: Any) -> Part:
     """The part behind a decorated function."""
-    assert isinstance(named, _Callable)
-    return named.part
+    assert isinstance(named, Part)
+    return named
 
 
 @overload
@@ -61,7 +50,7 @@ def kernel(arguments: str, result: str = "v") -> Callable[[Callable[..., Value]]
 
     def decorate(emit: Callable[..., Value]) -> Any:
         kind = ir.FunctionType(LLVM_TYPES[result], [LLVM_TYPES[a] for a in arguments])
-        return _Callable(Part(f"tilewise_kernel_{emit.__name__}", kind, emit, is_driver=False))
+        return Part(f"tilewise_kernel_{emit.__name__}", kind, emit, is_driver=False)
 
     return decorate
 
@@ -69,14 +58,14 @@ def kernel(arguments: str, result: str = "v") -> Callable[[Callable[..., Value]]
 def driver(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Make a Python function of ints and floats part of compiled programs."""
     part = Part(f"tilewise_{function.__name__}", signature_of(function), function, is_driver=True)
-    return cast("Callable[Arguments, Result]", _Callable(part))
+    return cast("Callable[Arguments, Result]", part)
 
 
 def _called(function: Callable[..., Any]) -> Iterator[tuple[str, Part]]:
     for name in function.__code__.co_names:
         found = function.__globals__.get(name)
-        if isinstance(found, _Callable):
-            yield name, found.part
+        if isinstance(found, Part):
+            yield name, found
 
 
 def reached(entry: Part) -> list[Part]:
@@ -93,9 +82,7 @@ def reached(entry: Part) -> list[Part]:
 
 
 def build_module(parts: list[Part], isa: Isa, exported: frozenset[str]) -> ir.Module:
-    """The LLVM IR of some parts (with everything they call) for an instruction set. Only `exported` symbols are
-    visible.
-    """
+    """The LLVM IR of some parts for an instruction set. Only `exported` symbols are visible."""
     module = ir.Module("tilewise")
     functions = {part.symbol: ir.Function(module, part.kind, part.symbol) for part in parts}
     for part in parts:

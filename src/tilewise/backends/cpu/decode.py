@@ -1,5 +1,9 @@
 """Decode: few query rows against many keys. One work item is (sequence, K/V heads, chunk of keys).
 
+Vectors run along the head dim, and K and V are read once, directly from the tensors. Decoding is bound by memory, so
+loads must be in flight at all times: while scores are computed from K, the same rows of V are prefetched, and while V
+is weighted, the next rows of K are.
+
 All rows of a GQA group share each load of K and V. An item takes several K/V heads, whose rows share the lanes of one
 softmax. Where heads are adjacent within a row (pages, layout "bshd"), a few rows at a time are read in address order: a
 single head would touch another page of memory with every row.
@@ -10,21 +14,21 @@ the number of threads. Pages and dense rows differ only in where a run of keys e
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
+
+from llvmlite import ir
+
 from tilewise.backends.cpu import params as f
-from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.features import PANEL
+from tilewise.backends.cpu import shapes as sz
+from tilewise.backends.cpu.compiler import driver, kernel
+from tilewise.backends.cpu.emit import FP32, I32, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
 from tilewise.backends.cpu.microkernels import row_max, softmax
-from tilewise.backends.cpu.packing import fill, pack_rows, scale_rows
+from tilewise.backends.cpu.packing import SOURCES, by_dtype, fill, pack_rows, scale_rows
 from tilewise.backends.cpu.scoring import (
-    BLOCK_N,
-    ENTRY_BYTES,
-    LANES,
-    MAX_FIRST,
-    MAX_LAST,
-    MIN_FIRST,
-    MIN_LAST,
     change_scores,
     drop_panel,
     e4m3_factor,
@@ -36,11 +40,172 @@ from tilewise.backends.cpu.scoring import (
     run_length,
 )
 from tilewise.backends.cpu.stopping import leave, stops, stops_at
-from tilewise.backends.cpu.streaming import stream_scores, stream_values
 
-__all__ = ["decode"]
+# Rows that share a loaded vector of K or V, and keys whose loads are in flight together: 16 accumulators, or 8.
+ROWS, KEYS, KEYS_FOR_ONE = 4, 4, 8
+# Vectors of V per row that are accumulated in registers.
+STRIP_FOR_ROWS, STRIP_FOR_ONE = 4, 8
+CACHE_LINE = 64
+# Maximum vectors of a row of K per loop iteration, and how many of each key are in registers at once.
+MOST_VECTORS, TOGETHER = 4, 2
 
-FP32_CODE = 0
+
+def _in_groups(e: Emitter, count: Value, size: int, body: Callable[[Value, int], None]) -> None:
+    """`body(index, group)` over whole groups of `size`, then one by one."""
+    whole = e.b.mul(e.b.udiv(count, e.i64(size)), e.i64(size))
+    e.positive(whole, size, lambda i: body(i, size))
+    e.positive(e.b.sub(count, whole), 1, lambda i: body(e.b.add(whole, i), 1))
+
+
+def _sums_of_lanes(e: Emitter, vectors: list[Value]) -> Value:
+    """A vector that starts with the sum of each vector's lanes. Their number is a power of two, at most `lanes`.
+
+    Lanes i and i + width / 2 are added until one is left, which is the same order for any number of vectors. Two
+    half-used vectors are merged into one, so 16 vectors take 15 steps instead of 64.
+    """
+    b, width = e.b, e.lanes
+    current = vectors
+    while width > 1:
+        half = width // 2
+        # The first half of each block of `width` lanes of the first vector, then of the second.
+        low = [start + i for start in range(0, 2 * e.lanes, width) for i in range(half)]
+        pairs = zip(current[::2], current[1::2] or current, strict=True)
+        picks = [ir.Constant(e.int_vector, [lane + shift for lane in low]) for shift in (0, half)]
+        current = [b.fadd(*(b.shuffle_vector(x, y, pick) for pick in picks)) for x, y in pairs]
+        width = half
+    return current[0]
+
+
+def _store_sums(e: Emitter, sums: list[Value], out: Value, first_key: int, rows: int) -> None:
+    """Stores the lane sums of [keys][rows] vectors as the scores of these keys and rows."""
+    total = _sums_of_lanes(e, sums)
+    for n in range(len(sums) // rows):
+        pick = ir.Constant(ir.VectorType(I32, rows), [n * rows + r for r in range(rows)])
+        part = e.b.shuffle_vector(total, ir.Constant(total.type, ir.Undefined), pick)
+        e.store(e.at(out, (first_key + n) * e.isa.panel), part)
+
+
+@kernel("iiiiiiiiiiif")
+def stream_scores(
+    e: Emitter,
+    k: Value,
+    k_stride: Value,
+    num_keys: Value,
+    dim: Value,
+    dtype: Value,
+    q: Value,
+    q_stride: Value,
+    num_rows: Value,
+    s: Value,
+    ahead: Value,
+    ahead_stride: Value,
+    factor: Value,
+) -> None:
+    """s[num_keys][num_rows of panel] = k[num_keys][dim] . q[num_rows][dim]; dim is a multiple of lanes, rows at `ahead`
+    are prefetched.
+    """
+    b = e.b
+
+    def block(code: int, row: Value, rows: int, key: Value, keys: int) -> None:
+        item = ITEM_BYTES[code]
+        k_rows = e.rows(b.add(k, b.mul(key, k_stride)), k_stride, keys)
+        q_rows = e.rows(b.add(q, b.mul(row, q_stride)), q_stride, rows)
+        ahead_rows = e.rows(b.add(ahead, b.mul(key, ahead_stride)), ahead_stride, keys)
+
+        def step(vectors: int, first: Value, *acc: Value) -> list[Value]:
+            sums = list(acc)
+            offset = b.mul(first, e.i64(item))
+            for place in ahead_rows:
+                e.prefetch(b.add(place, offset))
+            for u in range(0, vectors, TOGETHER):
+                at, count = e.i64(u * e.lanes * item), min(TOGETHER, vectors - u)
+                loaded = [e.load_many_as_f32(b.add(b.add(row, offset), at), code, count, factor) for row in k_rows]
+                for w, (r, place) in itertools.product(range(count), enumerate(q_rows)):
+                    query = e.load(e.at(e.at(place, first), (u + w) * e.lanes))
+                    for n in range(keys):
+                        sums[n * rows + r] = e.fma(query, loaded[n][w], sums[n * rows + r])
+            return sums
+
+        # One cache line of K at a time, so that none is prefetched twice; then the rest.
+        most = min(MOST_VECTORS, max(1, CACHE_LINE // (e.lanes * item)))
+        whole = b.and_(dim, e.i64(-most * e.lanes))
+        sums = e.positive(whole, most * e.lanes, functools.partial(step, most), [e.f32s(0.0)] * (rows * keys))
+        rest = b.sub(dim, whole)
+        if most > 1:
+            sums = e.positive(rest, e.lanes, lambda d, *acc: step(1, b.add(whole, d), *acc), sums)
+        out = e.at(b.add(s, b.mul(key, e.i64(4 * e.isa.panel))), row)
+        for first in range(0, keys * rows, e.lanes):
+            _store_sums(e, sums[first : first + e.lanes], out, first // rows, rows)
+
+    def convert(code: int) -> None:
+        def over_keys(row: Value, rows: int) -> None:
+            group = KEYS if rows > 1 else KEYS_FOR_ONE
+            _in_groups(e, num_keys, group, lambda key, keys: block(code, row, rows, key, keys))
+
+        _in_groups(e, num_rows, ROWS, over_keys)
+
+    by_dtype(e, dtype, SOURCES, convert)
+
+
+@kernel("iiiiiiiiiiiif")
+def stream_values(
+    e: Emitter,
+    v: Value,
+    v_stride: Value,
+    num_keys: Value,
+    dim: Value,
+    dtype: Value,
+    p: Value,
+    num_rows: Value,
+    acc: Value,
+    acc_stride: Value,
+    alpha: Value,
+    ahead: Value,
+    ahead_stride: Value,
+    factor: Value,
+) -> None:
+    """acc[num_rows][dim] = alpha * acc + p[num_keys][rows of panel]^T v[num_keys][dim]; dim % lanes is 0."""
+    b = e.b
+
+    def block(code: int, row: Value, rows: int, strip: Value, vectors: int) -> None:
+        item = ITEM_BYTES[code]
+        first = b.mul(strip, e.i64(e.lanes))
+        offset = b.mul(first, e.i64(item))
+        acc_rows = e.rows(e.at(b.add(acc, b.mul(row, acc_stride)), first), acc_stride, rows)
+        start = []
+        for r, place in enumerate(acc_rows):
+            decay = e.broadcast(e.at(e.at(alpha, row), r))
+            start += [b.fmul(old, decay) for old in e.load_vectors(place, vectors)]
+
+        def step(n: Value, *sums: Value) -> list[Value]:
+            current = list(sums)
+            v_row = b.add(b.add(v, b.mul(n, v_stride)), offset)
+            ahead_row = b.add(b.add(ahead, b.mul(n, ahead_stride)), offset)
+            for line in range(0, vectors * e.lanes * item, CACHE_LINE):
+                e.prefetch(b.add(ahead_row, e.i64(line)))
+            values = e.load_many_as_f32(v_row, code, vectors, factor)
+            weights = e.at(b.add(p, b.mul(n, e.i64(4 * e.isa.panel))), row)
+            for r in range(rows):
+                weight = e.broadcast(e.at(weights, r))
+                for j in range(vectors):
+                    current[r * vectors + j] = e.fma(values[j], weight, current[r * vectors + j])
+            return current
+
+        sums = e.loop(num_keys, 1, start, step)
+        for r, place in enumerate(acc_rows):
+            e.store_vectors(place, sums[r * vectors : (r + 1) * vectors])
+
+    def convert(code: int) -> None:
+        def over_strips(row: Value, rows: int) -> None:
+            width = STRIP_FOR_ONE if rows == 1 else STRIP_FOR_ROWS
+            strips = b.udiv(dim, e.i64(e.lanes))
+            _in_groups(e, strips, width, lambda strip, vectors: block(code, row, rows, strip, vectors))
+
+        _in_groups(e, num_rows, ROWS, over_strips)
+
+    by_dtype(e, dtype, SOURCES, convert)
+
+
 # Keys of one head that are read before the next head's, where heads are adjacent in a row: keeps reads in address
 # order.
 ROWS_AT_ONCE = 32
@@ -66,9 +231,7 @@ def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count
 
 @driver
 def part_length(p: int, tensor: int, row: int, end: int) -> int:
-    """How many keys to read from one head before the next: a run at one stride, or a few rows of it where heads are
-    adjacent within a row.
-    """
+    """Keys to read from one head before the next: a run, or a few of its rows if heads are adjacent in a row."""
     run = run_length(p, tensor, row, end)
     return min(run, ROWS_AT_ONCE) if field(p, f.K_HEAD) < field(p, f.K_ROW) else run
 
@@ -83,7 +246,7 @@ def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int
     if field(p, f.HEAD_DIM) != width:
         packed = ws + field(p, f.WS_K)
         pack_rows(k, k_row, size, dtype, field(p, f.HEAD_DIM), packed, 4 * width, width, factor)
-        stream_scores(packed, 4 * width, size, width, FP32_CODE, q, 4 * width, count, s, v, v_row, 1.0)
+        stream_scores(packed, 4 * width, size, width, FP32, q, 4 * width, count, s, v, v_row, 1.0)
     else:
         stream_scores(k, k_row, size, width, dtype, q, 4 * width, count, s, v, v_row, factor)
 
@@ -95,7 +258,7 @@ def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: 
     while row < end:
         size = part_length(p, f.K, row, end)
         k, v = kv_address(p, f.K, batch, kv_head, row), kv_address(p, f.V, batch, kv_head, row)
-        s = ws + field(p, f.WS_SCORES) + 4 * PANEL * (row - k0)
+        s = ws + field(p, f.WS_SCORES) + 4 * sz.PANEL * (row - k0)
         for first in range(0, num_rows, count):
             factor = e4m3_factor(p, f.K, batch, kv_head + first // count, row)
             score_run(p, ws, k, v, size, first, count, s + 4 * first, factor)
@@ -113,7 +276,7 @@ def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count:
     if field(p, f.HEAD_DIM_V) != width:
         packed = ws + field(p, f.WS_V)
         pack_rows(v, v_row, size, dtype, field(p, f.HEAD_DIM_V), packed, 4 * width, width, factor)
-        stream_values(packed, 4 * width, size, width, FP32_CODE, s, count, acc, acc_row, alpha, ahead, k_row, 1.0)
+        stream_values(packed, 4 * width, size, width, FP32, s, count, acc, acc_row, alpha, ahead, k_row, 1.0)
     else:
         stream_values(v, v_row, size, width, dtype, s, count, acc, acc_row, alpha, ahead, k_row, factor)
 
@@ -121,19 +284,17 @@ def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count:
 @driver
 def entry_of(p: int, item: int) -> int:
     """Address of an item's schedule entry."""
-    return field(p, f.SCHEDULE) + item // field(p, f.UNITS) * ENTRY_BYTES
+    return field(p, f.SCHEDULE) + item // field(p, f.UNITS) * f.ENTRY_BYTES
 
 
 @driver
 def key_ahead(p: int, batch: int, kv_head: int, row: int, last: int, following: int) -> int:
-    """The address of the key that is scored one tile after `row`: of the same item, or of `following` if that is not -1
-    and has keys.
-    """
+    """Address of the key that is scored one tile after `row`, in this item or in `following` (-1: unknown)."""
     other = batch if following < 0 else load_i64(entry_of(p, following))
     length = k_length(p, other)
-    if row + BLOCK_N <= last or following < 0 or length == 0:
-        return kv_address(p, f.K, batch, kv_head, min(row + BLOCK_N, last))
-    first = load_i64(entry_of(p, following) + 24) * field(p, f.CHUNK) + row % BLOCK_N
+    if row + sz.BLOCK_N <= last or following < 0 or length == 0:
+        return kv_address(p, f.K, batch, kv_head, min(row + sz.BLOCK_N, last))
+    first = load_i64(entry_of(p, following) + 24) * field(p, f.CHUNK) + row % sz.BLOCK_N
     other_head = following % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT) // field(p, f.GROUP_SIZE)
     return kv_address(p, f.K, other, other_head, min(first, length - 1))
 
@@ -148,14 +309,14 @@ def weigh_tile(
         size = part_length(p, f.V, row, end)
         v = kv_address(p, f.V, batch, kv_head, row)
         ahead = key_ahead(p, batch, kv_head, row, last, following)
-        s = ws + field(p, f.WS_SCORES) + 4 * PANEL * (row - k0)
+        s = ws + field(p, f.WS_SCORES) + 4 * sz.PANEL * (row - k0)
         for first in range(0, num_rows, count):
             factor = e4m3_factor(p, f.V, batch, kv_head + first // count, row)
             weigh_run(p, ws, v, ahead, size, first, count, s + 4 * first, factor)
             v += field(p, f.V_HEAD)
             ahead += field(p, f.K_HEAD)
         # The first run has already rescaled the running results.
-        fill(ws + field(p, f.WS_ALPHA), PANEL, 1.0)
+        fill(ws + field(p, f.WS_ALPHA), sz.PANEL, 1.0)
         row += size
 
 
@@ -165,12 +326,12 @@ def softmax_tile(p: int, ws: int, batch: int, count: int, k0: int, size: int) ->
     s, state = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_ACC) + 4 * field(p, f.BLOCK_M) * field(p, f.DIM_V_PADDED)
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     table, bounds = ws + field(p, f.WS_ROWS), ws + field(p, f.WS_PANELS)
-    vectors, padded = (count + LANES - 1) // LANES, (size + 3) // 4 * 4
-    fill(s + 4 * PANEL * size, PANEL * (padded - size), MINUS_INF)
-    edge = k0 < load_i64(bounds + MAX_FIRST) or k0 + size - 1 > load_i64(bounds + MIN_LAST)
+    vectors, padded = (count + sz.LANES - 1) // sz.LANES, (size + 3) // 4 * 4
+    fill(s + 4 * sz.PANEL * size, sz.PANEL * (padded - size), MINUS_INF)
+    edge = k0 < load_i64(bounds + f.MAX_FIRST) or k0 + size - 1 > load_i64(bounds + f.MIN_LAST)
     if edge or (field(p, f.FEATURES) & f.CHANGES_SCORES) != 0:
         change_scores(p, ws, s, padded, size, k0, table, count, 0)
-    fill(tile_max, vectors * LANES, MINUS_INF)
+    fill(tile_max, vectors * sz.LANES, MINUS_INF)
     row_max(s, padded, tile_max, vectors)
     softmax(
         s, padded, state, state + 4 * field(p, f.BLOCK_M), tile_max, alpha, vectors, scalar_bits(field(p, f.TO_LOG2))
@@ -196,16 +357,16 @@ def decode_item(p: int, ws: int, item: int, following: int) -> None:
     fill(acc, block_m * field(p, f.DIM_V_PADDED), 0.0)
     fill(state, block_m, MINUS_INF)
     fill(state + 4 * block_m, block_m, 0.0)
-    last = load_i64(ws + field(p, f.WS_PANELS) + MAX_LAST)
-    k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + MIN_FIRST)) // BLOCK_N * BLOCK_N
+    last = load_i64(ws + field(p, f.WS_PANELS) + f.MAX_LAST)
+    k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + f.MIN_FIRST)) // sz.BLOCK_N * sz.BLOCK_N
     while k0 <= last:
         if stops_at(p, k0):
             break
-        size = min(BLOCK_N, last + 1 - k0)
+        size = min(sz.BLOCK_N, last + 1 - k0)
         score_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size)
         softmax_tile(p, ws, batch, count, k0, size)
         weigh_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size, last, following)
-        k0 += BLOCK_N
+        k0 += sz.BLOCK_N
     if num_chunks == 1:
         finish_rows(p, batch, head, first_row, count, acc)
     else:

@@ -14,8 +14,6 @@ from llvmlite import ir
 
 from tilewise.backends.cpu.isa import Isa
 
-__all__ = ["BF16", "BOOL", "E4M3", "E4M3_UNIT", "FP16", "FP32", "ITEM_BYTES", "Emitter", "Value"]
-
 Value = Any  # llvmlite carries no types
 
 F32, I64, I32, I16, I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
@@ -127,9 +125,7 @@ class Emitter:
     def loop(
         self, count: Value, step: int, carried: Sequence[Value], body: Callable[..., Sequence[Value] | None]
     ) -> list[Value]:
-        """Run `body(index, *carried)` for index 0, step, ... below count (at least once); it returns the carried
-        values' successors.
-        """
+        """Run `body(index, *carried)`, which returns the next carried values, at least once while index < count."""
         b, before = self.b, self.b.block
         inside, after = b.append_basic_block("loop"), b.append_basic_block("after")
         b.branch(inside)
@@ -271,9 +267,7 @@ class Emitter:
         return self._half_to_float(halves)
 
     def load_many_as_f32(self, address: Value, dtype: int, count: int, factor: Value) -> list[Value]:
-        """`count` adjacent vectors, as `load_as_f32` makes them. e4m3 is loaded two vectors at a time, because its bits
-        are shifted in 16-bit lanes.
-        """
+        """`count` vectors, as `load_as_f32` makes them; e4m3 two at a time, as it is shifted in 16-bit lanes."""
         b, lanes, item = self.b, self.lanes, ITEM_BYTES[dtype]
         at_once = 2 if dtype == E4M3 else 1
         found = []
@@ -301,9 +295,7 @@ class Emitter:
         return self._half_to_float(b.xor(placed, changed))
 
     def _half_to_float(self, halves: Value) -> Value:
-        """fp16 bits as fp32; without hardware: shift into place, rescale the exponent by 2^112, restore inf, NaN and
-        the sign.
-        """
+        """fp16 bits as fp32. Without hardware: rescale the exponent by 2^112, restore inf, NaN and sign."""
         b, count = self.b, halves.type.count
         floats, words = ir.VectorType(F32, count), ir.VectorType(I32, count)
         if self.isa.has_half:

@@ -11,35 +11,27 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
+from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.compiler import kernel
-from tilewise.backends.cpu.emit import BF16, BOOL, FP16, FP32, I64, ITEM_BYTES, Emitter, Value
-from tilewise.backends.cpu.isa import Isa, host
+from tilewise.backends.cpu.emit import BF16, BOOL, FP16, FP32, I32, I64, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.packing import by_dtype
 from tilewise.numerics import PHILOX_M0, PHILOX_M1, PHILOX_ROUNDS, PHILOX_W0, PHILOX_W1
 
-__all__ = ["add_alibi", "add_panel", "apply_softcap", "drop", "gather_row", "mask_band", "multiply_panel"]
-
-# Row table: fields of one panel, each `panel` 4-byte numbers wide, then two of 8-byte addresses.
-ROW_LAST, ROW_FIRST, ROW_POSITION, ROW_SLOPE, ROW_INDEX, ROW_HEAD, ROW_BIAS, ROW_MASK = 0, 1, 2, 3, 4, 5, 6, 8
-ROW_FIELDS = 10
+# A row table and fields of it.
+Rows = tuple[Value, tuple[int, ...]]
 
 
-def row_table_bytes(isa: Isa) -> int:
-    """Size of one panel's row table."""
-    return ROW_FIELDS * 4 * isa.panel
-
-
-PANEL = host().panel
-FIELD_BYTES = 4 * PANEL
-TABLE_BYTES = row_table_bytes(host())
+def row_vectors(e: Emitter, table: Value, at: Value, *fields: int) -> list[Value]:
+    """One vector of each of these fields of a row table; slopes are fp32, the others integers."""
+    places = [e.b.add(e.b.add(table, e.i64(field * 4 * e.isa.panel)), at) for field in fields]
+    kinds = [e.vector if field == f.ROW_SLOPE else e.int_vector for field in fields]
+    return [e.load(place, kind) for place, kind in zip(places, kinds, strict=True)]
 
 
 def each_score(
     e: Emitter, vectors: Value, num_keys: Value, prepare: Callable[[Value], Callable[[Value, Value], None]]
 ) -> None:
-    """Visit a panel: `prepare(byte offset of the vector)` returns the body, called with (key index, byte offset into
-    the panel).
-    """
+    """Visit a panel: `prepare(byte offset of the vector)` returns the body, called with (key index, byte offset)."""
     b = e.b
 
     def column(v: Value) -> None:
@@ -50,10 +42,21 @@ def each_score(
     e.loop(vectors, 1, (), column)
 
 
-def table_vector(e: Emitter, table: Value, field: int, at: Value, *, integer: bool) -> Value:
-    """One vector of a row table's field."""
-    address = e.b.add(e.b.add(table, e.i64(field * 4 * e.isa.panel)), at)
-    return e.load(address, e.int_vector if integer else e.vector)
+def change_each(
+    e: Emitter, s: Value, num_keys: Value, vectors: Value, change: Callable[..., Value], rows: Rows = (None, ())
+) -> None:
+    """S = change(S, key index, byte offset into the panel, *vectors of row table fields), vector by vector."""
+
+    def prepare(at: Value) -> Callable[[Value, Value], None]:
+        found = row_vectors(e, rows[0], at, *rows[1])
+
+        def body(n: Value, offset: Value) -> None:
+            place = e.b.add(s, offset)
+            e.store(place, change(e.load(place), n, offset, *found))
+
+        return body
+
+    each_score(e, vectors, num_keys, prepare)
 
 
 @kernel("iiiii")
@@ -61,15 +64,30 @@ def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
     """S = -inf where the key is outside the row's [first, last]."""
     b = e.b
 
+    def change(score: Value, n: Value, _offset: Value, last: Value, first: Value) -> Value:
+        key = e.splat(b.trunc(b.add(first_key, n), I32))
+        inside = b.and_(b.icmp_signed("<=", key, last), b.icmp_signed(">=", key, first))
+        return b.select(inside, score, e.f32s(-float("inf")))
+
+    change_each(e, s, num_keys, vectors, change, (table, (f.ROW_LAST, f.ROW_FIRST)))
+
+
+@kernel("iiiii")
+def mask_bits(e: Emitter, s: Value, num_keys: Value, words: Value, first_row: Value, vectors: Value) -> None:
+    """S = -inf where the bit of the key's word is 0. The panel's first query has bit `first_row`."""
+    b, hidden = e.b, e.f32s(-float("inf"))
+    zero, one = e.i32s(0), e.i32s(1)
+    lanes = ir.Constant(e.int_vector, list(range(e.lanes)))
+
     def prepare(at: Value) -> Callable[[Value, Value], None]:
-        last = table_vector(e, table, ROW_LAST, at, integer=True)
-        first = table_vector(e, table, ROW_FIRST, at, integer=True)
+        first = b.add(first_row, b.lshr(at, e.i64(2)))
+        own = b.shl(one, b.add(e.splat(b.trunc(first, I32)), lanes))
 
         def body(n: Value, offset: Value) -> None:
-            key = e.splat(b.trunc(b.add(first_key, n), ir.IntType(32)))
-            inside = b.and_(b.icmp_signed("<=", key, last), b.icmp_signed(">=", key, first))
+            word = e.load(b.add(words, b.mul(n, e.i64(4))), I32)
             place = b.add(s, offset)
-            e.store(place, b.select(inside, e.load(place), e.f32s(-float("inf"))))
+            seen = b.icmp_signed("!=", b.and_(e.splat(word), own), zero)
+            e.store(place, b.select(seen, e.load(place), hidden))
 
         return body
 
@@ -79,22 +97,14 @@ def mask_band(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
 @kernel("iiifi")
 def apply_softcap(e: Emitter, s: Value, num_keys: Value, vectors: Value, cap: Value, slope: Value) -> None:
     """S (already divided by the cap) = cap * tanh(s). If `slope` is an address, 1 - tanh^2 is stored there."""
-    b = e.b
-    factor = e.splat(cap)
-    one = e.f32s(1.0)
+    b, factor, has_slope = e.b, e.splat(cap), e.b.icmp_signed("!=", slope, e.i64(0))
 
-    def prepare(_at: Value) -> Callable[[Value, Value], None]:
-        def body(_n: Value, offset: Value) -> None:
-            place = b.add(s, offset)
-            t = e.tanh(e.load(place))
-            e.store(place, b.fmul(t, factor))
-            e.when(
-                b.icmp_signed("!=", slope, e.i64(0)), lambda: e.store(b.add(slope, offset), e.fma(b.fneg(t), t, one))
-            )
+    def change(score: Value, _n: Value, offset: Value) -> Value:
+        t = e.tanh(score)
+        e.when(has_slope, lambda: e.store(b.add(slope, offset), e.fma(b.fneg(t), t, e.f32s(1.0))))
+        return b.fmul(t, factor)
 
-        return body
-
-    each_score(e, vectors, num_keys, prepare)
+    change_each(e, s, num_keys, vectors, change)
 
 
 @kernel("iiiii")
@@ -102,50 +112,29 @@ def add_alibi(e: Emitter, s: Value, num_keys: Value, first_key: Value, table: Va
     """S -= slope * |position - key|. The distance is an exact integer, even past 2^24, where fp32 positions are not."""
     b = e.b
 
-    def prepare(at: Value) -> Callable[[Value, Value], None]:
-        position = table_vector(e, table, ROW_POSITION, at, integer=True)
-        slope = table_vector(e, table, ROW_SLOPE, at, integer=False)
+    def change(score: Value, n: Value, _offset: Value, position: Value, slope: Value) -> Value:
+        key = e.splat(b.trunc(b.add(first_key, n), I32))
+        return e.fma(b.fneg(slope), e.call("fabs", b.sitofp(b.sub(position, key), e.vector)), score)
 
-        def body(n: Value, offset: Value) -> None:
-            key = e.splat(b.trunc(b.add(first_key, n), ir.IntType(32)))
-            distance = e.call("fabs", b.sitofp(b.sub(position, key), e.vector))
-            place = b.add(s, offset)
-            e.store(place, e.fma(b.fneg(slope), distance, e.load(place)))
-
-        return body
-
-    each_score(e, vectors, num_keys, prepare)
+    change_each(e, s, num_keys, vectors, change, (table, (f.ROW_POSITION, f.ROW_SLOPE)))
 
 
 @kernel("iiii")
 def add_panel(e: Emitter, s: Value, num_keys: Value, addend: Value, vectors: Value) -> None:
     """S += addend, a panel. -inf in the addend wins over everything, NaN included."""
-    b = e.b
-    never = e.f32s(-float("inf"))
+    b, never = e.b, e.f32s(-float("inf"))
 
-    def prepare(_at: Value) -> Callable[[Value, Value], None]:
-        def body(_n: Value, offset: Value) -> None:
-            place = b.add(s, offset)
-            extra = e.load(b.add(addend, offset))
-            e.store(place, b.select(b.fcmp_ordered("==", extra, never), never, b.fadd(e.load(place), extra)))
+    def change(score: Value, _n: Value, offset: Value) -> Value:
+        extra = e.load(b.add(addend, offset))
+        return b.select(b.fcmp_ordered("==", extra, never), never, b.fadd(score, extra))
 
-        return body
-
-    each_score(e, vectors, num_keys, prepare)
+    change_each(e, s, num_keys, vectors, change)
 
 
 @kernel("iiii")
 def multiply_panel(e: Emitter, s: Value, num_keys: Value, factor: Value, vectors: Value) -> None:
     """S *= factor, a panel."""
-
-    def prepare(_at: Value) -> Callable[[Value, Value], None]:
-        def body(_n: Value, offset: Value) -> None:
-            place = e.b.add(s, offset)
-            e.store(place, e.b.fmul(e.load(place), e.load(e.b.add(factor, offset))))
-
-        return body
-
-    each_score(e, vectors, num_keys, prepare)
+    change_each(e, s, num_keys, vectors, lambda x, _, offset: e.b.fmul(x, e.load(e.b.add(factor, offset))))
 
 
 @kernel("iiiii")
@@ -185,21 +174,18 @@ def drop(
     keep_scale: Value,
     vectors: Value,
 ) -> None:
-    """P = keep_scale * p where the key's random word is at least the threshold, else 0; first_key and num_keys are
-    multiples of 4.
-    """
+    """P = keep_scale * p where the random word is at least the threshold, else 0; keys are multiples of 4."""
     b = e.b
-    key0, key1, bound = (e.splat(b.trunc(x, ir.IntType(32))) for x in (seed_low, seed_high, threshold))
-    batch_word = e.splat(b.trunc(batch, ir.IntType(32)))
+    key0, key1, bound = (e.splat(b.trunc(x, I32)) for x in (seed_low, seed_high, threshold))
+    batch_word = e.splat(b.trunc(batch, I32))
     factor = e.splat(keep_scale)
 
     def column(v: Value) -> None:
         at = b.mul(v, e.i64(4 * e.lanes))
-        row = table_vector(e, table, ROW_INDEX, at, integer=True)
-        head = table_vector(e, table, ROW_HEAD, at, integer=True)
+        row, head = row_vectors(e, table, at, f.ROW_INDEX, f.ROW_HEAD)
 
         def step(n: Value) -> None:
-            draw = e.splat(b.trunc(b.lshr(b.add(first_key, n), e.i64(2)), ir.IntType(32)))
+            draw = e.splat(b.trunc(b.lshr(b.add(first_key, n), e.i64(2)), I32))
             words = philox(e, [draw, row, head, batch_word], key0, key1)
             base = b.add(b.add(p, at), b.mul(n, e.i64(4 * e.isa.panel)))
             for u, word in enumerate(words):

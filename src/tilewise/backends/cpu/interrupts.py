@@ -8,22 +8,12 @@ import threading
 import time
 from array import array
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import threads
 
-__all__ = ["run"]
-
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int64)
-
-
-class _Functions(NamedTuple):
-    """Addresses of the C functions that kernels call: thread id, clock, and sleep in microseconds."""
-
-    thread_id: int
-    clock: int
-    sleep: int
 
 
 def run(address: int, block: array[int], count: int) -> None:
@@ -62,11 +52,14 @@ def _steps(block: array[int], raised: list[BaseException]) -> Generator[int, Non
 
 
 @functools.cache
-def _functions() -> _Functions | None:
-    """None where the system lacks these functions: signals are then handled after the call."""
+def _functions() -> tuple[int, ...] | None:
+    """Addresses of the C functions that kernels call: thread id, clock, and sleep in microseconds.
+
+    None where the system lacks them: signals are then handled after the call.
+    """
     try:
         library: Any = ctypes.CDLL(None)
         found: tuple[Any, ...] = library.pthread_self, library.clock_gettime, library.usleep
     except (AttributeError, OSError, TypeError):
         return None
-    return _Functions(*(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found))
+    return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found)

@@ -10,23 +10,6 @@ from llvmlite import ir
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import F32, I32, I64, Emitter, Value
 
-__all__ = [
-    "atomic_add",
-    "call_function",
-    "exp2",
-    "field",
-    "fma",
-    "load_f32",
-    "load_i32",
-    "load_i64",
-    "load_shared",
-    "log2",
-    "scalar_bits",
-    "store_f32",
-    "store_i32",
-    "store_i64",
-]
-
 
 @kernel("i", "i")
 def load_i64(e: Emitter, address: Value) -> Value:

@@ -15,8 +15,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["AMX", "AVX2", "AVX512", "AVX512_AMX", "GENERIC", "NEON", "Isa", "MatrixUnit", "choose", "host"]
-
 # Linux grants the tile registers per process: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18
 
@@ -85,62 +83,18 @@ class Isa:
         return self.value_vectors * self.lanes
 
 
-# 16 accumulators each, which is faster than 24 on Neoverse-N1.
-NEON = Isa(
-    "neon",
-    lanes=4,
-    query_vectors=4,
-    score_keys=4,
-    score_unroll=4,
-    value_rows=8,
-    value_vectors=2,
-    value_unroll=8,
-    block_n=64,
-    by_lane=True,
-)
-# 12 accumulators of 16 registers leave room for the operands.
-AVX2 = Isa(
-    "avx2",
-    lanes=8,
-    query_vectors=2,
-    score_keys=6,
-    score_unroll=4,
-    value_rows=4,
-    value_vectors=3,
-    value_unroll=4,
-    block_n=72,
-)
-AVX512 = Isa(
-    "avx512",
-    lanes=16,
-    query_vectors=2,
-    score_keys=8,
-    score_unroll=4,
-    value_rows=8,
-    value_vectors=2,
-    value_unroll=4,
-    block_n=64,
-    # more rows: otherwise K and V are read again from beyond the second level for every block
-    block_m=512,
-    has_scalef=True,
-    # Rows of pages are a power of two apart and share sets of the first level; the second level has more sets.
-    prefetch_level=2,
-)
+# The columns are those of `Isa`: lanes; query_vectors, score_keys, score_unroll; value_rows, value_vectors,
+# value_unroll; block_n. NEON has 16 accumulators, which is faster than 24 on Neoverse-N1; of AVX2's 16 registers, 12
+# accumulators leave room for the operands.
+NEON = Isa("neon", 4, 4, 4, 4, 8, 2, 8, 64, by_lane=True)
+AVX2 = Isa("avx2", 8, 2, 6, 4, 4, 3, 4, 72)
+# With fewer rows, AVX-512 would read K and V again from beyond the second level for every block. Rows of pages are a
+# power of two apart and share sets of the first level; the second level, into which it prefetches, has more sets.
+AVX512 = Isa("avx512", 16, 2, 8, 4, 8, 2, 4, 64, block_m=512, has_scalef=True, prefetch_level=2)
+GENERIC = Isa("generic", 4, 2, 4, 4, 4, 2, 4, 64, has_half=False)
 # Long tiles store the sums of values less often. Longer ones are no faster.
 AMX = MatrixUnit(rows=16, row_bytes=64, keys=256)
 AVX512_AMX = dataclasses.replace(AVX512, name="avx512-amx", matrix=AMX)
-GENERIC = Isa(
-    "generic",
-    lanes=4,
-    query_vectors=2,
-    score_keys=4,
-    score_unroll=4,
-    value_rows=4,
-    value_vectors=2,
-    value_unroll=4,
-    block_n=64,
-    has_half=False,
-)
 
 
 def choose(machine: str, features: Mapping[str, bool]) -> Isa:

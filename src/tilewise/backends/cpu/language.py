@@ -18,8 +18,6 @@ from llvmlite import ir
 
 from tilewise.backends.cpu.emit import F32, I64, Value
 
-__all__ = ["Translator", "signature_of", "source_of"]
-
 BOOL = ir.IntType(1)
 COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!="}
 INTEGER_OPERATIONS = {
@@ -110,13 +108,11 @@ class Translator:
         else:
             self.b.ret(self.converted(self.value(node.value), self.target.function_type.return_type))
 
-    def do_continue(self, _node: ast.Continue) -> None:
-        """`continue`."""
-        self.b.branch(self.loops[-1][0])
+    def do_continue(self, node: ast.Continue | ast.Break) -> None:
+        """`continue` and `break`."""
+        self.b.branch(self.loops[-1][isinstance(node, ast.Break)])
 
-    def do_break(self, _node: ast.Break) -> None:
-        """`break`."""
-        self.b.branch(self.loops[-1][1])
+    do_break = do_continue
 
     def do_if(self, node: ast.If) -> None:
         """`if`, `elif`, `else`."""

@@ -24,23 +24,9 @@ from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
 from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
-
-__all__ = [
-    "Block",
-    "Values",
-    "forward",
-    "forward_into",
-    "problem_fields",
-    "put",
-    "put_operands",
-    "run_items",
-    "template_of",
-]
+from tilewise.tiles import TILE
 
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-# Row tables hold 10 numbers of 4 bytes per row (features.ROW_FIELDS), panel bounds 6 of 8 bytes.
-ROW_TABLE_FIELDS, PANEL_BOUNDS_BYTES = 10, 48
-
 # Minimum work per thread. Waking a thread costs less than it saves from here on; but if other processes want the cores,
 # the wait for a second thread can be far longer.
 MICROSECONDS_PER_THREAD = 40
@@ -66,31 +52,10 @@ Block = dict[int, int]
 Values: TypeAlias = "array[int]"
 
 
-class Dims(NamedTuple):
-    """Head dims as padded in the packed buffers."""
-
-    padded: int
-    lanes: int
-    v_padded: int
-    v_lanes: int
-
-
-def dims(problem: AttentionProblem) -> Dims:
-    """Padded head dims of a problem."""
-    isa = host()
-    padded = round_up(problem.head_dim, isa.dim_step)
-    return Dims(
-        padded,
-        round_up(padded, isa.lanes),
-        round_up(problem.head_dim_v, isa.value_step),
-        round_up(problem.head_dim_v, isa.lanes),
-    )
-
-
 def problem_fields(problem: AttentionProblem) -> Block:
     """The part of the block that depends on the problem alone."""
     left, right = problem.band
-    padded = dims(problem)
+    isa = host()
     softcap = problem.softcap
     features = _features(problem)
     # Plain scores stay unscaled until the softmax scales them. Features work in natural units, so q is scaled for them.
@@ -109,10 +74,10 @@ def problem_fields(problem: AttentionProblem) -> Block:
         f.GROUP_SIZE: problem.group_size,
         f.HEAD_DIM: problem.head_dim,
         f.HEAD_DIM_V: problem.head_dim_v,
-        f.DIM_PADDED: padded.padded,
-        f.DIM_LANES: padded.lanes,
-        f.DIM_V_PADDED: padded.v_padded,
-        f.DIM_V_LANES: padded.v_lanes,
+        f.DIM_PADDED: round_up(problem.head_dim, isa.dim_step),
+        f.DIM_LANES: round_up(problem.head_dim, math.lcm(isa.dim_step, isa.lanes)),
+        f.DIM_V_PADDED: round_up(problem.head_dim_v, isa.value_step),
+        f.DIM_V_LANES: round_up(problem.head_dim_v, isa.lanes),
         f.DTYPE: DTYPES[problem.dtype],
         f.Q_DTYPE: E4M3 if "q" in problem.fp8 else DTYPES[problem.dtype],
         f.KV_DTYPE: E4M3 if problem.fp8 else DTYPES[problem.dtype],
@@ -161,17 +126,11 @@ def query_kind(problem: AttentionProblem, operands: Operands) -> str:
     return "token" if operands.cu_seqlens_q is None else "packed"
 
 
-def lse_strides(problem: AttentionProblem, kind: str) -> Block:
-    """Byte strides of lse, contiguous in the problem's lse_shape."""
-    if kind == "dense":
-        return {f.LSE_BATCH: 4 * problem.num_heads * problem.seqlen_q, f.LSE_HEAD: 4 * problem.seqlen_q}
-    return {f.LSE_BATCH: 4 if kind == "token" else 0, f.LSE_HEAD: 4 * problem.total_q}
-
-
-def _dense_out_strides(problem: AttentionProblem) -> tuple[int, int, int]:
-    """Element strides (batch, head, row) of a new dense output in the caller's layout."""
-    rows, heads, dim = problem.seqlen_q, problem.num_heads, problem.head_dim_v
-    return (rows * heads * dim, dim, heads * dim) if problem.layout == "bshd" else (heads * rows * dim, rows * dim, dim)
+def new_results(problem: AttentionProblem, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Memory for out, as a heads-first view of the caller's layout, and for lse."""
+    out = torch.empty(problem.out_shape, dtype=problem.dtype, device=device)
+    out = out.transpose(1, 2) if problem.kind == "dense" and problem.layout == "bshd" else out
+    return out, torch.empty(problem.lse_shape, dtype=torch.float32, device=device)
 
 
 Strides = tuple[int, ...]
@@ -182,13 +141,12 @@ def template(problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: St
     """The parameter block of a call without addresses, to be copied."""
     item, kv_item = problem.dtype.itemsize, schedule.kv_item(problem)
     kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
-    fields = problem_fields(problem) | lse_strides(problem, kind)
-    fields |= stride_fields(f.Q, q, 1 if "q" in problem.fp8 else item, kind)
+    out, lse = (result.stride() for result in new_results(problem, "meta"))
+    fields = problem_fields(problem)
+    fields |= stride_fields(f.Q, q, 1 if "q" in problem.fp8 else item, kind) | stride_fields(f.OUT, out, item, kind)
     fields |= stride_fields(f.K, k, kv_item, kv_kind) | stride_fields(f.V, v, kv_item, kv_kind)
-    packed = (problem.num_heads * problem.head_dim_v, problem.head_dim_v)
-    fields |= stride_fields(f.OUT, _dense_out_strides(problem) if kind == "dense" else packed, item, kind)
-    if kind == "token":
-        fields[f.SEQLEN_Q] = 1
+    fields[f.LSE_BATCH] = 4 * lse[0] if kind == "dense" else 4 * (kind == "token")
+    fields[f.LSE_HEAD] = 4 * lse[-2]
     return f.new_block(fields)
 
 
@@ -208,6 +166,8 @@ def put_operands(
         put(values, _sequence_fields(operands, keep))
     if problem.fp8:
         put(values, _scale_fields(problem, operands))
+    if problem.tiles_shape is not None:
+        put(values, _tile_fields(operands, keep))
     if values[f.FEATURES] or problem.has_sinks:
         put(values, _feature_fields(problem, operands, keep))
 
@@ -247,6 +207,18 @@ def _scale_fields(problem: AttentionProblem, operands: Operands) -> Block:
     return block
 
 
+def _tile_fields(operands: Operands, keep: list[Tensor]) -> Block:
+    """A tile mask: rows of the map are contiguous, and so are its bits."""
+    tiles, bits = operands.tiles, operands.tile_bits
+    assert tiles is not None
+    assert bits is not None
+    tiles = tiles if tiles.stride(3) == 1 or tiles.shape[3] == 1 else tiles.contiguous()
+    keep += [tiles, bits.contiguous()]
+    batch, head, row = (4 * stride for stride in tiles.stride()[:3])
+    places = (tiles.data_ptr(), batch, head, row, TILE * tiles.shape[3], keep[-1].data_ptr())
+    return dict(enumerate(places, f.TILES))
+
+
 def _feature_fields(problem: AttentionProblem, operands: Operands, keep: list[Tensor]) -> Block:
     block: Block = {}
     if operands.bias is not None:
@@ -282,63 +254,61 @@ def _readable(bias: Tensor) -> Tensor:
     return stored.to(torch.float32).expand(bias.shape)
 
 
-@functools.lru_cache(maxsize=256)
 def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
-    """Offsets in one thread's workspace, and its size in bytes."""
-    isa, padded = host(), dims(problem)
-    block_m = round_up(block_m, isa.panel)
-    floats = {
-        f.WS_Q: block_m * padded.lanes,
-        f.WS_ACC: block_m * (padded.v_padded + 2),
-        f.WS_K: isa.block_n * padded.lanes,
-        f.WS_V: isa.block_n * padded.v_padded,
+    """Offsets in one thread's workspace, and its size in bytes. On a matrix unit, packed head dims are whole tiles."""
+    rows, in_tiles = round_up(block_m, host().panel), forward_program(problem) == "forward_matrix"
+    floats, changed = matrix_floats(problem, rows) if in_tiles else (forward_floats(problem, rows), {})
+    if schedule.folds(problem):
+        # Totals of a block, shaped like WS_ACC, and the rounding errors of their sums.
+        floats |= {f.WS_TOTAL: floats[f.WS_ACC], f.WS_CARRY: floats[f.WS_ACC] - rows}
+    offsets, size = places(floats)
+    return offsets | changed, size
+
+
+def forward_floats(problem: AttentionProblem, rows: int) -> dict[int, int]:
+    """The buffers of a block of `rows` rows and their sizes in floats."""
+    isa = host()
+    width = round_up(problem.head_dim, math.lcm(isa.dim_step, isa.lanes))
+    width_v = round_up(problem.head_dim_v, isa.value_step)
+    return {
+        f.WS_Q: rows * width,
+        f.WS_ACC: rows * (width_v + 2),
+        f.WS_K: isa.block_n * width,
+        f.WS_V: isa.block_n * width_v,
         f.WS_SCORES: isa.block_n * isa.panel,
-        f.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
-        f.WS_STAGE: isa.panel * max(padded.lanes, isa.block_n),
-        f.WS_MAX: isa.panel,
-        f.WS_ALPHA: isa.panel,
-        f.WS_ROWS: ROW_TABLE_FIELDS * block_m,
-        f.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (block_m // isa.panel),
-        **_totals(problem, block_m, padded.v_padded),
-    }
-    return places(floats)
+    } | _row_floats(rows, width)
 
 
-@functools.lru_cache(maxsize=256)
-def matrix_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
-    """`forward_workspace` for a matrix unit; packed head dims are whole tiles."""
-    isa, unit = host(), host().matrix
+def matrix_floats(problem: AttentionProblem, rows: int) -> tuple[dict[int, int], Block]:
+    """`forward_floats` for a matrix unit, and the padded head dims."""
+    panel, unit = host().panel, host().matrix
     assert unit is not None
-    block_m = round_up(block_m, isa.panel)
-    width, width_v = round_up(problem.head_dim, unit.depth), round_up(problem.head_dim_v, unit.depth)
+    width, width_v = (round_up(dim, unit.depth) for dim in (problem.head_dim, problem.head_dim_v))
     floats = {
-        f.WS_Q: block_m * width // 2,
-        f.WS_ACC: block_m * (width_v + 2),
-        f.WS_ACC_T: block_m * width_v,
+        f.WS_Q: rows * width // 2,
+        f.WS_ACC: rows * (width_v + 2),
+        f.WS_ACC_T: rows * width_v,
         f.WS_K: unit.keys * width // 2,
         f.WS_V: unit.keys * width_v // 2,
         f.WS_V_ROWS: unit.keys * width_v // 2,
-        f.WS_SCORES: unit.keys * isa.panel,
-        f.WS_WEIGHTS: unit.keys * isa.panel // 2,
-        f.WS_PRODUCT: width_v * isa.panel,
+        f.WS_SCORES: unit.keys * panel,
+        f.WS_WEIGHTS: unit.keys * panel // 2,
+        f.WS_PRODUCT: width_v * panel,
+        f.WS_TILES: 32,
+    }
+    return floats | _row_floats(rows, width), {f.DIM_PADDED: width, f.DIM_V_PADDED: width_v}
+
+
+def _row_floats(rows: int, width: int) -> dict[int, int]:
+    isa = host()
+    return {
         f.WS_EXTRA: (isa.block_n + isa.lanes) * isa.panel,
         f.WS_STAGE: isa.panel * max(width, isa.block_n),
         f.WS_MAX: isa.panel,
         f.WS_ALPHA: isa.panel,
-        f.WS_ROWS: ROW_TABLE_FIELDS * block_m,
-        f.WS_PANELS: PANEL_BOUNDS_BYTES // 4 * (block_m // isa.panel),
-        f.WS_TILES: 32,
-        **_totals(problem, block_m, width_v),
+        f.WS_ROWS: f.ROW_FIELDS * rows,
+        f.WS_PANELS: f.PANEL_BYTES // 4 * (rows // isa.panel),
     }
-    offsets, size = places(floats)
-    return offsets | {f.DIM_PADDED: width, f.DIM_V_PADDED: width_v}, size
-
-
-def _totals(problem: AttentionProblem, block_m: int, width_v: int) -> dict[int, int]:
-    """Totals of a block, shaped like WS_ACC, and the rounding errors of their sums."""
-    if not schedule.folds(problem):
-        return {}
-    return {f.WS_TOTAL: block_m * (width_v + 2), f.WS_CARRY: block_m * (width_v + 1)}
 
 
 def places(floats: dict[int, int]) -> tuple[Block, int]:
@@ -353,21 +323,26 @@ def places(floats: dict[int, int]) -> tuple[Block, int]:
 
 
 def lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Lengths]:
-    """Query and key lengths of packed or paged sequences."""
-    if operands.cu_seqlens_q is None:
-        q_lengths = np.ones(problem.batch, np.int64)
-    else:
+    """Query and key lengths of all sequences."""
+    q_lengths, k_lengths = schedule.dense_lengths(problem)
+    if operands.cu_seqlens_q is not None:
         q_lengths = np.diff(operands.cu_seqlens_q.numpy()).astype(np.int64)
     if operands.seqlens_k is not None:
-        return q_lengths, operands.seqlens_k.numpy().astype(np.int64)
-    assert operands.cu_seqlens_k is not None
-    return q_lengths, np.diff(operands.cu_seqlens_k.numpy()).astype(np.int64)
+        k_lengths = operands.seqlens_k.numpy().astype(np.int64)
+    elif operands.cu_seqlens_k is not None:
+        k_lengths = np.diff(operands.cu_seqlens_k.numpy()).astype(np.int64)
+    return q_lengths, k_lengths
 
 
-def empty_out(problem: AttentionProblem) -> Tensor:
-    """The output: a heads-first view of memory in the caller's layout."""
-    out = torch.empty(problem.out_shape, dtype=problem.dtype, device="cpu")
-    return out.transpose(1, 2) if problem.kind == "dense" and problem.layout == "bshd" else out
+def expected_microseconds(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> int:
+    """Estimated time of a forward pass on one thread."""
+    dims = problem.head_dim + problem.head_dim_v
+    if schedule.decodes(problem):
+        rows = int(k_lengths.sum()) * problem.num_kv_heads
+        return rows * dims * schedule.kv_item(problem) // DECODED_BYTES
+    flops = 2 * int(q_lengths.dot(k_lengths)) * problem.num_heads * dims
+    rate = FLOPS_WITH_MATRIX if forward_program(problem) == "forward_matrix" else FLOPS_PER_LANE * host().lanes
+    return flops // rate
 
 
 def useful_threads(expected: int, available: int) -> int:
@@ -375,34 +350,9 @@ def useful_threads(expected: int, available: int) -> int:
     return max(1, min(available, expected // MICROSECONDS_PER_THREAD))
 
 
-def is_long(problem: AttentionProblem, expected: int, q_lengths: Lengths, k_lengths: Lengths, passes: int = 1) -> bool:
-    """Whether signals are handled during `passes` passes. `expected` microseconds is the estimate for one pass, from
-    the upper bounds of the lengths.
-    """
-    if passes * expected < LONG_MICROSECONDS:
-        return False
-    if problem.kind != "dense":
-        work = k_lengths.sum() if schedule.decodes(problem) else (q_lengths * k_lengths).sum()
-        expected = expected_microseconds(problem, int(work))
-    return passes * expected >= LONG_MICROSECONDS
-
-
-def expected_microseconds(problem: AttentionProblem, work: int | None = None) -> int:
-    """Estimated time of a forward pass on one thread. `work` counts (query, key) pairs of one head, or keys in decode.
-    Without it, the upper bounds of the lengths are used.
-    """
-    dims_of_pair = problem.head_dim + problem.head_dim_v
-    if schedule.decodes(problem):
-        rows = (problem.batch * problem.seqlen_k if work is None else work) * problem.num_kv_heads
-        return rows * dims_of_pair * schedule.kv_item(problem) // DECODED_BYTES
-    pairs = problem.total_q * problem.seqlen_k if work is None else work
-    flops = 2 * pairs * problem.num_heads * dims_of_pair
-    rate = FLOPS_WITH_MATRIX if forward_program(problem) == "forward_matrix" else FLOPS_PER_LANE * host().lanes
-    return flops // rate
-
-
-def clear_unused_rows(used: int, out: Tensor, lse: Tensor | None) -> None:
+def clear_unused_rows(operands: Operands, out: Tensor, lse: Tensor | None) -> None:
     """Make the rows of packed tensors after the last sequence empty rows."""
+    used = out.shape[0] if operands.cu_seqlens_q is None else int(operands.cu_seqlens_q[-1])
     if used < out.shape[0]:
         out[used:].zero_()
         if lse is not None:
@@ -420,49 +370,35 @@ class Call(NamedTuple):
     is_long: bool
 
 
-@functools.lru_cache(maxsize=1024)
-def dense_call(problem: AttentionProblem, available: int, q: Strides, k: Strides, v: Strides) -> Call:
-    """How a dense problem runs on up to `available` threads. Cached as a whole, which saves small calls host time."""
-    expected, lengths = expected_microseconds(problem), schedule.dense_lengths(problem)
+@functools.lru_cache(maxsize=256)
+def prepared(
+    problem: AttentionProblem, kind: str, available: int, q_lengths: bytes, k_lengths: bytes, *strides: Strides
+) -> Call:
+    """How a problem with sequences of these lengths (int64; none if dense) runs on up to `available` threads.
+
+    Cached, which saves small calls and the layers of a model host time.
+    """
+    if problem.kind == "dense":
+        q, k = schedule.dense_lengths(problem)
+    else:
+        q, k = (np.frombuffer(given, np.int64) for given in (q_lengths, k_lengths))
+    expected = expected_microseconds(problem, q, k)
     count = useful_threads(expected, available)
-    plan = schedule.forward_schedule(problem, *lengths, count)
-    return new_call(problem, template(problem, "dense", q, k, v), plan, count, is_long(problem, expected, *lengths))
-
-
-def new_call(problem: AttentionProblem, values: Values, plan: Schedule, count: int, long: bool) -> Call:
-    """The call of a schedule."""
-    name = forward_program(problem)
-    offsets, size = (matrix_workspace if name == "forward_matrix" else forward_workspace)(problem, plan.block_m)
-    values = values[:]
+    plan = schedule.forward_schedule(problem, q, k, count)
+    offsets, size = forward_workspace(problem, plan.block_m)
+    values = template(problem, kind, *strides)[:]
     put(values, offsets)
-    return Call(name, values, plan, size, count, long)
-
-
-def packed_call(problem: AttentionProblem, operands: Operands, q_lengths: Lengths, k_lengths: Lengths) -> Call:
-    """How a packed or paged problem with sequences of these lengths runs."""
-    expected = expected_microseconds(problem)
-    count = useful_threads(expected, threads.num_threads())
-    plan = schedule.kept_schedule(problem, q_lengths, k_lengths, count)
-    long = is_long(problem, expected, q_lengths, k_lengths)
-    return new_call(problem, template_of(problem, operands), plan, count, long)
+    return Call(forward_program(problem), values, plan, size, count, expected >= LONG_MICROSECONDS)
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    out, lse = empty_out(problem), torch.empty(problem.lse_shape, dtype=torch.float32, device="cpu")
+    out, lse = new_results(problem)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
-    if problem.kind == "dense":
-        strides = operands.q.stride(), operands.k.stride(), operands.v.stride()
-        call = dense_call(problem, threads.num_threads(), *strides)
-    else:
-        q_lengths, k_lengths = lengths(problem, operands)
-        call = packed_call(problem, operands, q_lengths, k_lengths)
-        clear_unused_rows(int(q_lengths.sum()), out, lse)
-    keep: list[Tensor] = []
-    values = call.values[:]
-    put_operands(values, problem, operands, out, lse, keep)
-    run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
+    if problem.kind != "dense":
+        clear_unused_rows(operands, out, lse)
+    _run_forward(problem, operands, out, lse, {})
     return out, lse
 
 
@@ -470,14 +406,22 @@ def forward_into(problem: AttentionProblem, operands: Operands, rows: Tensor | N
     """A packed or paged pass whose rows are merged into results over other keys: its row i into row `rows[i]` (or i).
     `out` and `lse` are contiguous and of the problem's shapes.
     """
+    rows = None if rows is None else rows.to(torch.int64).contiguous()
+    merging = {f.IS_MERGED: 1, f.MERGED_ROWS: 0 if rows is None else rows.data_ptr()}
+    _run_forward(problem, operands, out, lse, merging)
+
+
+def _run_forward(problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, more: Block) -> None:
+    given = (b"", b"")
+    if problem.kind != "dense":
+        q_lengths, k_lengths = lengths(problem, operands)
+        given = (q_lengths.tobytes(), k_lengths.tobytes())
+    strides = operands.q.stride(), operands.k.stride(), operands.v.stride()
+    call = prepared(problem, query_kind(problem, operands), threads.num_threads(), *given, *strides)
     keep: list[Tensor] = []
-    call = packed_call(problem, operands, *lengths(problem, operands))
     values = call.values[:]
     put_operands(values, problem, operands, out, lse, keep)
-    values[f.IS_MERGED] = 1
-    if rows is not None:
-        keep.append(rows.to(torch.int64).contiguous())
-        values[f.MERGED_ROWS] = keep[-1].data_ptr()
+    put(values, more)
     run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
 
 

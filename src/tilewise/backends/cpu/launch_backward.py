@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ from tilewise.backends.cpu.launch import Block, Values
 from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
-
-__all__ = ["backward"]
 
 # Query rows of a block: their P and dS for a tile stay in the second-level cache.
 BLOCK_ROWS = 256
@@ -43,24 +41,45 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Gradients of canonical operands."""
-    grads = _Buffers(problem, operands, wanted)
-    if out.numel() > 0 and problem.seqlen_k > 0:
-        q_lengths, k_lengths = _lengths(problem, operands)
+    q_lengths, k_lengths = launch.lengths(problem, operands)
+    runs = out.numel() > 0 and problem.seqlen_k > 0
+    grads = new_gradients(problem, operands, wanted, k_lengths, zero=not runs)
+    delta = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
+    if runs:
         keep: list[Tensor] = []
-        values = _input_values(problem, operands, out, lse, dout, dlse, keep)
-        launch.put(values, grads.fields(problem, operands, k_lengths))
-        _run_passes(problem, values, wanted, q_lengths, k_lengths)
-        if problem.kind != "dense" and grads.dq is not None:
-            launch.clear_unused_rows(int(q_lengths.sum()), grads.dq, None)
-        return grads.finished(problem, operands, lse, k_lengths)
-    return grads.empty(problem, operands, lse, dlse)
+        values = input_values(problem, operands, out, lse, dout, dlse, keep)
+        launch.put(values, output_fields(problem, operands, grads, delta, k_lengths, keep))
+        run_passes("backward", workspace, problem, values, wanted, q_lengths, k_lengths, BACKWARD_PER_FORWARD)
+        if grads.dq is not None:
+            launch.clear_unused_rows(operands, grads.dq, None)
+    elif delta is not None and dlse is not None:
+        delta -= dlse  # a sink that is the whole denominator
+    return finished(problem, operands, wanted, grads, delta, lse, k_lengths)
 
 
-def _lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Lengths]:
-    return schedule.dense_lengths(problem) if problem.kind == "dense" else launch.lengths(problem, operands)
+def finished(
+    problem: AttentionProblem,
+    operands: Operands,
+    wanted: Wanted,
+    grads: Gradients,
+    delta: Tensor | None,
+    lse: Tensor,
+    k_lengths: Lengths,
+) -> Gradients:
+    """What kernels made, in the caller's shapes and dtypes."""
+    dq, dk, dv, dbias, _ = grads
+    if problem.kind == "paged":
+        dk, dv = _into_pages(dk, operands.k, operands, k_lengths), _into_pages(dv, operands.v, operands, k_lengths)
+    return Gradients(
+        dq if wanted.dq else None,
+        dk,
+        dv,
+        None if dbias is None else dbias.to(problem.bias_dtype),
+        None if delta is None else _sink_gradient(operands, lse, delta),
+    )
 
 
-def _input_values(
+def input_values(
     problem: AttentionProblem,
     operands: Operands,
     out: Tensor,
@@ -88,101 +107,72 @@ def _input_values(
     return values
 
 
-class _Buffers:
-    """The gradient tensors. dk and dv of pages are computed per sequence in fp32, because sequences may share pages."""
+def new_gradients(
+    problem: AttentionProblem, operands: Operands, wanted: Wanted, k_lengths: Lengths, *, zero: bool
+) -> Gradients:
+    """Memory for the gradients. Those of pages are packed fp32 rows per sequence, because sequences may share pages."""
 
-    def __init__(self, problem: AttentionProblem, operands: Operands, wanted: Wanted) -> None:
-        self.dq = _empty_like(problem, operands.q) if wanted.dq or wanted.dsinks else None
-        self.returns_dq = wanted.dq
-        new = _empty_like if problem.kind == "dense" else _zeros_like
-        paged = problem.kind == "paged"
-        self.dk = new(problem, operands.k) if wanted.dk and not paged else None
-        self.dv = new(problem, operands.v) if wanted.dv and not paged else None
-        self.wanted = wanted
-        self.delta = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
-        shape = problem.bias_shape if wanted.dbias else None
-        self.dbias = torch.zeros(shape, dtype=torch.float32, device="cpu") if shape is not None else None
-        self.cu_grads: Tensor | None = None
+    def new(like: Tensor, *, zero: bool) -> Tensor:
+        make = torch.zeros if zero else torch.empty
+        swaps = problem.kind == "dense" and problem.layout == "bshd"
+        shape = like.transpose(1, 2).shape if swaps else like.shape
+        made = make(shape, dtype=like.dtype, device="cpu")
+        return made.transpose(1, 2) if swaps else made
 
-    def fields(self, problem: AttentionProblem, operands: Operands, k_lengths: Lengths) -> Block:
-        """The fields of the tensors that kernels write."""
-        block: Block = {f.KV_GRAD_DTYPE: launch.DTYPES[problem.dtype]}
-        if problem.kind == "paged":
-            total = int(k_lengths.sum())
-            self.dk = _packed_sums(problem, total, problem.head_dim) if self.wanted.dk else None
-            self.dv = _packed_sums(problem, total, problem.head_dim_v) if self.wanted.dv else None
-            block[f.KV_GRAD_DTYPE] = FP32
-        if problem.kind != "dense":
-            self.cu_grads = torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths)]))
-            block[f.CU_GRADS_K] = self.cu_grads.data_ptr()
-        kv_kind = "dense" if problem.kind == "dense" else "packed"
-        if self.dq is not None:
-            block |= launch.tensor_fields(f.DQ, self.dq, launch.query_kind(problem, operands))
-        if self.dk is not None:
-            block |= launch.tensor_fields(f.DK, self.dk, kv_kind)
-        if self.dv is not None:
-            block |= launch.tensor_fields(f.DV, self.dv, kv_kind)
-        if self.delta is not None:
-            block[f.DELTA] = self.delta.data_ptr()
-        if self.dbias is not None:
-            block[f.DBIAS] = self.dbias.data_ptr()
-            sizes_and_strides = zip(self.dbias.shape, self.dbias.stride(), strict=True)
-            for i, (size, stride) in enumerate(sizes_and_strides):
-                block[f.DBIAS + 1 + i] = 0 if size == 1 else 4 * stride
-        return block
+    def new_kv(like: Tensor) -> Tensor:
+        if problem.kind != "paged":
+            return new(like, zero=zero or problem.kind != "dense")
+        shape = int(k_lengths.sum()), problem.num_kv_heads, like.shape[-1]
+        return (torch.zeros if zero else torch.empty)(shape, dtype=torch.float32, device="cpu")
 
-    def finished(self, problem: AttentionProblem, operands: Operands, lse: Tensor, k_lengths: Lengths) -> Gradients:
-        """The gradients in the caller's shapes."""
-        dk, dv = self.dk, self.dv
-        if problem.kind == "paged":
-            slots = _slots(operands, k_lengths)
-            dk = _into_pages(dk, operands.k, slots) if dk is not None else None
-            dv = _into_pages(dv, operands.v, slots) if dv is not None else None
-        dbias = self.dbias.to(problem.bias_dtype) if self.dbias is not None else None
-        dsinks = _sink_gradient(operands, lse, self.delta) if self.delta is not None else None
-        return Gradients(self.dq if self.returns_dq else None, dk, dv, dbias, dsinks)
-
-    def empty(self, problem: AttentionProblem, operands: Operands, lse: Tensor, dlse: Tensor | None) -> Gradients:
-        """Gradients if no query sees a key: zeros, except for a sink that is the whole denominator."""
-        zeros = [torch.zeros_like(x) if want else None for x, want in zip(operands[:3], self.wanted[:3], strict=True)]
-        dbias = self.dbias.to(problem.bias_dtype) if self.dbias is not None else None
-        dsinks = None
-        if self.delta is not None:
-            self.delta.copy_(-dlse) if dlse is not None else self.delta.zero_()
-            dsinks = _sink_gradient(operands, lse, self.delta)
-        return Gradients(zeros[0], zeros[1], zeros[2], dbias, dsinks)
+    shape = problem.bias_shape if wanted.dbias else None
+    return Gradients(
+        new(operands.q, zero=zero) if wanted.dq or wanted.dsinks else None,
+        new_kv(operands.k) if wanted.dk else None,
+        new_kv(operands.v) if wanted.dv else None,
+        None if shape is None else torch.zeros(shape, dtype=torch.float32, device="cpu"),
+    )
 
 
-def _empty_like(problem: AttentionProblem, tensor: Tensor) -> Tensor:
-    """Uninitialised memory in the order of the caller's layout, heads first."""
-    if problem.kind == "dense" and problem.layout == "bshd":
-        b, h, s, d = tensor.shape
-        return torch.empty((b, s, h, d), dtype=tensor.dtype, device="cpu").transpose(1, 2)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+def output_fields(
+    problem: AttentionProblem,
+    operands: Operands,
+    grads: Gradients,
+    delta: Tensor | None,
+    k_lengths: Lengths,
+    keep: list[Tensor],
+) -> Block:
+    """The fields of the tensors that kernels write."""
+    dense, paged = problem.kind == "dense", problem.kind == "paged"
+    block: Block = {f.KV_GRAD_DTYPE: FP32 if paged else launch.DTYPES[problem.dtype]}
+    if not dense:
+        keep.append(torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths)])))
+        block[f.CU_GRADS_K] = keep[-1].data_ptr()
+    kv_kind = "dense" if dense else "packed"
+    kinds = launch.query_kind(problem, operands), kv_kind, kv_kind
+    for position, tensor, kind in zip((f.DQ, f.DK, f.DV), grads[:3], kinds, strict=True):
+        if tensor is not None:
+            block |= launch.tensor_fields(position, tensor, kind)
+    if delta is not None:
+        block[f.DELTA] = delta.data_ptr()
+    if grads.dbias is not None:
+        strides = [
+            0 if size == 1 else 4 * stride for size, stride in zip(grads.dbias.shape, grads.dbias.stride(), strict=True)
+        ]
+        block |= dict(enumerate((grads.dbias.data_ptr(), *strides), f.DBIAS))
+    return block
 
 
-def _zeros_like(_problem: AttentionProblem, tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _packed_sums(problem: AttentionProblem, total: int, dim: int) -> Tensor:
-    """Memory for the gradients of paged rows, sequence after sequence."""
-    return torch.empty(total, problem.num_kv_heads, dim, dtype=torch.float32, device="cpu")
-
-
-def _slots(operands: Operands, k_lengths: Lengths) -> Tensor:
-    """Page and slot of every key as one number, sequence after sequence."""
-    assert operands.block_table is not None
-    page_size = operands.k.shape[1]
+def _into_pages(packed: Tensor | None, pages: Tensor, operands: Operands, k_lengths: Lengths) -> Tensor | None:
+    """Add every packed row into its slot of its page, in the order of the sequences."""
+    if packed is None or operands.block_table is None:
+        return None
+    num_pages, page_size = pages.shape[:2]
     batch = np.repeat(np.arange(len(k_lengths)), k_lengths)
     position = np.arange(len(batch)) - np.repeat(np.cumsum(k_lengths) - k_lengths, k_lengths)
     page = operands.block_table.numpy()[batch, position // page_size].astype(np.int64)
-    return torch.from_numpy(page * page_size + position % page_size)
-
-
-def _into_pages(packed: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
-    """Add every row into its slot, in the order of the sequences."""
-    total = torch.zeros(pages.shape[0] * pages.shape[1], *pages.shape[2:], dtype=torch.float32, device="cpu")
+    slots = torch.from_numpy(page * page_size + position % page_size)
+    total = torch.zeros(num_pages * page_size, *pages.shape[2:], dtype=torch.float32, device="cpu")
     return total.index_add_(0, slots, packed).view(pages.shape).to(pages.dtype)
 
 
@@ -200,50 +190,60 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
     return torch.from_numpy(total).to(sinks.dtype)
 
 
-# Schedules: entries of (first batch, end batch, first row, end row, first key, end key).
-
-
-class _Effort(NamedTuple):
-    """Size of the passes: maximum threads, keys of the longest sequence (seqlen_k is only a bound), and
-    whether long.
-    """
-
-    threads: int
-    longest: int
-    is_long: bool
-
-
-def _run_passes(
-    problem: AttentionProblem, values: Values, wanted: Wanted, q_lengths: Lengths, k_lengths: Lengths
+def run_passes(
+    program: str,
+    workspace: Callable[[AttentionProblem, int, int], tuple[Block, int]],
+    problem: AttentionProblem,
+    values: Values,
+    wanted: Wanted,
+    q_lengths: Lengths,
+    k_lengths: Lengths,
+    per_forward: int,
 ) -> None:
-    """Run what is needed: all gradients per K/V head at once, or dq and dk/dv separately; and dbias."""
-    expected = launch.expected_microseconds(problem)
+    """Run a program over what is needed. `per_forward` is the time of all passes in forward passes."""
+    expected = launch.expected_microseconds(problem, q_lengths, k_lengths)
     count = launch.useful_threads(expected, threads.num_threads())
-    long = launch.is_long(problem, expected, q_lengths, k_lengths, BACKWARD_PER_FORWARD)
-    effort = _Effort(count, int(k_lengths.max(initial=0)), long)
+    for work, plan, keys in _passes(problem, wanted, count, q_lengths.tobytes(), k_lengths.tobytes()):
+        offsets, size = workspace(problem, work, keys)
+        block = values[:]
+        launch.put(block, offsets)
+        block[f.WORK] = work
+        launch.run_items(program, block, plan, size, count, per_forward * expected >= launch.LONG_MICROSECONDS)
+
+
+@functools.lru_cache(maxsize=64)
+def _passes(
+    problem: AttentionProblem, wanted: Wanted, count: int, q_bytes: bytes, k_bytes: bytes
+) -> list[tuple[int, Schedule, int]]:
+    """WORK, items and keys of dk and dv of each pass, for lengths as int64: all gradients per K/V head at once, or dq
+    and dk/dv separately; and dbias. Cached: the layers of a model ask for the same.
+    """
+    q_lengths, k_lengths = np.frombuffer(q_bytes, np.int64), np.frombuffer(k_bytes, np.int64)
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
     heads = len(q_lengths) * problem.num_kv_heads
+    passes: list[tuple[int, Lengths, int]] = []
     # Either 5 products per tile on as many threads as there are heads, or 3 + 4 on all threads.
-    whole = makes_dq and makes_dkv and 5 * -(-heads // count) * count <= 7 * heads
-    batches = np.arange(len(q_lengths))
-    if whole:
-        entries = _entries(batches, batches + 1)
-        _run(
-            problem,
-            values,
-            f.MAKES_DQ | f.MAKES_DKV,
-            _longest_first(entries, q_lengths * k_lengths),
-            problem.num_kv_heads,
-            effort,
-        )
+    if makes_dq and makes_dkv and 5 * -(-heads // count) * count <= 7 * heads:
+        batches = np.arange(len(q_lengths))
+        entries = _longest_first(_entries(batches, batches + 1), q_lengths * k_lengths)
+        passes.append((f.MAKES_DQ | f.MAKES_DKV, entries, problem.num_kv_heads))
     else:
         if makes_dkv:
-            _run(problem, values, f.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads, effort)
+            passes.append((f.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads))
         if makes_dq:
-            _run(problem, values, f.MAKES_DQ, _row_blocks(problem, q_lengths, k_lengths), problem.num_heads, effort)
+            passes.append((f.MAKES_DQ, row_blocks(problem, q_lengths, k_lengths), problem.num_heads))
     if wanted.dbias and problem.bias_shape is not None:
-        entries, units = _bias_owners(problem, q_lengths)
-        _run(problem, values, f.MAKES_DBIAS, entries, units, effort)
+        passes.append((f.MAKES_DBIAS, *_bias_owners(problem.bias_shape, q_lengths)))
+    longest, found = int(k_lengths.max(initial=0)), []
+    for work, entries, units in passes:
+        if len(entries) > 0:
+            keys = round_up(min(int((entries[:, 5] - entries[:, 4]).max()), longest), host().block_n)
+            plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
+            found.append((work, plan, keys))
+    return found
+
+
+# Schedules: entries of (first batch, end batch, first row, end row, first key, end key).
 
 
 def _entries(
@@ -269,7 +269,8 @@ def _blocks(lengths: Lengths, size: int) -> tuple[Lengths, Lengths]:
     return batch, (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
 
 
-def _row_blocks(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
+def row_blocks(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
+    """Entries that own a block of rows each."""
     batch, first = _blocks(q_lengths, BLOCK_ROWS)
     entries = _entries(batch, batch + 1, rows=(first, first + BLOCK_ROWS))
     return _longest_first(entries, schedule.keys_seen(problem, first + BLOCK_ROWS, q_lengths[batch], k_lengths[batch]))
@@ -281,10 +282,9 @@ def _key_blocks(k_lengths: Lengths) -> Lengths:
     return _entries(batch, batch + 1, keys=(first, first + size))
 
 
-def _bias_owners(problem: AttentionProblem, q_lengths: Lengths) -> tuple[Lengths, int]:
+def _bias_owners(bias_shape: tuple[int, int, int, int], q_lengths: Lengths) -> tuple[Lengths, int]:
     """Entries that own a part of dbias: broadcast batches, heads and rows are summed within one entry."""
-    assert problem.bias_shape is not None
-    batches, heads, rows, _ = problem.bias_shape
+    batches, heads, rows, _ = bias_shape
     lengths = q_lengths if batches > 1 or len(q_lengths) == 1 else q_lengths.max(keepdims=True, initial=0)
     first, end = np.arange(len(lengths)), np.arange(len(lengths)) + 1
     if len(lengths) != len(q_lengths):
@@ -296,14 +296,19 @@ def _bias_owners(problem: AttentionProblem, q_lengths: Lengths) -> tuple[Lengths
 
 
 @functools.lru_cache(maxsize=256)
-def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
+def workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace; `keys` rows of dk and dv."""
+    return launch.places(workspace_floats(problem, work, keys))
+
+
+def workspace_floats(problem: AttentionProblem, work: int, keys: int) -> dict[int, int]:
+    """The buffers of a workspace and their sizes in floats."""
     isa = host()
     step = math.lcm(isa.value_step, isa.dim_step)
     wide, wide_v = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
     rows, panels = round_up(BLOCK_ROWS, isa.panel), -(-BLOCK_ROWS // isa.panel)
     scores = (panels * isa.block_n + isa.lanes) * isa.panel
-    floats = {
+    return {
         f.WS_Q: rows * wide,
         f.WS_DOUT: rows * wide_v,
         f.WS_Q_ROWS: rows * wide,
@@ -323,22 +328,8 @@ def _workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, 
         f.WS_LSE_LOW: rows,
         f.WS_DELTA: rows,
         f.WS_HEAD_ROW: 4,
-        f.WS_ROWS: launch.ROW_TABLE_FIELDS * rows,
-        f.WS_PANELS: launch.PANEL_BOUNDS_BYTES // 4 * panels,
+        f.WS_ROWS: f.ROW_FIELDS * rows,
+        f.WS_PANELS: f.PANEL_BYTES // 4 * panels,
         f.WS_DK: keys * wide if work & f.MAKES_DKV else 0,
         f.WS_DV: keys * wide_v if work & f.MAKES_DKV else 0,
     }
-    return launch.places(floats)
-
-
-def _run(problem: AttentionProblem, values: Values, work: int, entries: Lengths, units: int, effort: _Effort) -> None:
-    """One pass over a list of entries."""
-    if len(entries) == 0:
-        return
-    keys = round_up(min(int((entries[:, 5] - entries[:, 4]).max()), effort.longest), host().block_n)
-    offsets, size = _workspace(problem, work, keys)
-    plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
-    values = values[:]
-    launch.put(values, offsets)
-    values[f.WORK] = work
-    launch.run_items("backward", values, plan, size, effort.threads, effort.is_long)

@@ -24,8 +24,6 @@ from tilewise.backends.cpu.schedule import fold_keys
 from tilewise.backends.cpu.scoring import q_length, q_start
 from tilewise.numerics import LOG2E
 
-__all__ = ["FOLD_KEYS", "begin_rows", "begin_totals", "finish_rows", "fold_rows", "merge_chunks"]
-
 MINUS_INF = float("-inf")
 # Sums over keys are fp32. After this many keys they are folded into totals with compensated summation.
 FOLD_KEYS = fold_keys()
@@ -157,9 +155,7 @@ def merge_chunks(
     chunk: int,
     num_chunks: int,
 ) -> None:
-    """Store this chunk's block among the partial results. The last chunk to arrive adds them up in the order of the
-    chunks.
-    """
+    """Store this chunk's block among the partial results. The last chunk to arrive adds them up in order."""
     width, block_m, units = field(p, f.DIM_V_PADDED), field(p, f.BLOCK_M), field(p, f.UNITS)
     first_slot = field(p, f.PARTIALS) + (item - chunk * units) * field(p, f.PARTIAL_BYTES)
     step = units * field(p, f.PARTIAL_BYTES)

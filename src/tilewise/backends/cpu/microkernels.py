@@ -18,11 +18,15 @@ from tilewise.backends.cpu.emit import EXP2_EXACT, Emitter, Value
 __all__ = [
     "Statistics",
     "accumulate_keys",
+    "decayed",
     "emit_softmax",
     "row_max",
+    "score_products",
     "scores",
     "softmax",
     "softmax_gradient",
+    "store_block",
+    "value_products",
     "weigh_values",
 ]
 
@@ -38,6 +42,19 @@ COARSE_SCORE = float(2**28)
 @kernel("iiiiii")
 def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value, running_max: Value) -> None:
     """s[score_keys][panel] = k[score_keys][head_dim] . q[head_dim][panel]; running_max = max(running_max, s)."""
+    keys, vectors, panel = e.isa.score_keys, e.isa.query_vectors, e.isa.panel
+    acc = score_products(e, k, k_stride, head_dim, q, [e.f32s(0.0)] * (keys * vectors))
+    top = e.load_vectors(running_max, vectors)
+    for i in range(keys):
+        e.store_vectors(e.at(s, i * panel), acc[i * vectors : (i + 1) * vectors])
+        top = [e.maximum(top[j], acc[i * vectors + j]) for j in range(vectors)]
+    e.store_vectors(running_max, top)
+
+
+def score_products(
+    e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, start: Sequence[Value]
+) -> list[Value]:
+    """The vectors of k[score_keys][head_dim] . q[head_dim][panel], added to `start`."""
     isa, b = e.isa, e.b
     keys, vectors, panel = isa.score_keys, isa.query_vectors, isa.panel
     k_rows = e.rows(k, k_stride, keys)
@@ -55,12 +72,7 @@ def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: 
                         sums[i * vectors + j] = e.fma(queries[j], weights[i][w], sums[i * vectors + j])
         return sums
 
-    acc = e.loop(head_dim, isa.dim_step, [e.f32s(0.0)] * (keys * vectors), step)
-    top = e.load_vectors(running_max, vectors)
-    for i in range(keys):
-        e.store_vectors(e.at(s, i * panel), acc[i * vectors : (i + 1) * vectors])
-        top = [e.maximum(top[j], acc[i * vectors + j]) for j in range(vectors)]
-    e.store_vectors(running_max, top)
+    return e.loop(head_dim, isa.dim_step, start, step)
 
 
 def _multipliers(e: Emitter, rows: list[Value], u: int) -> list[list[Value]]:
@@ -76,13 +88,32 @@ def weigh_values(
     e: Emitter, p: Value, v: Value, v_stride: Value, num_keys: Value, acc: Value, acc_stride: Value, alpha: Value
 ) -> None:
     """acc[value_rows][value_step] = alpha[value_rows] * acc + p[num_keys][panel]^T v[num_keys][value_step]."""
+    start = decayed(e, acc, acc_stride, alpha)
+    store_block(e, acc, acc_stride, value_products(e, p, v, v_stride, num_keys, start))
+
+
+def decayed(e: Emitter, acc: Value, acc_stride: Value, alpha: Value) -> list[Value]:
+    """The vectors of alpha[value_rows] * acc[value_rows][value_step]."""
+    found = []
+    for i, row in enumerate(e.rows(acc, acc_stride, e.isa.value_rows)):
+        factor = e.broadcast(e.at(alpha, i))
+        found += [e.b.fmul(old, factor) for old in e.load_vectors(row, e.isa.value_vectors)]
+    return found
+
+
+def store_block(e: Emitter, acc: Value, acc_stride: Value, sums: Sequence[Value]) -> None:
+    """acc[value_rows][value_step] = sums."""
+    vectors = e.isa.value_vectors
+    for i, row in enumerate(e.rows(acc, acc_stride, e.isa.value_rows)):
+        e.store_vectors(row, sums[i * vectors : (i + 1) * vectors])
+
+
+def value_products(
+    e: Emitter, p: Value, v: Value, v_stride: Value, num_keys: Value, start: Sequence[Value]
+) -> list[Value]:
+    """The vectors of p[num_keys][panel]^T v[num_keys][value_step], added to `start`."""
     isa, b = e.isa, e.b
     rows, vectors = isa.value_rows, isa.value_vectors
-    acc_rows = e.rows(acc, acc_stride, rows)
-    start = []
-    for i, row in enumerate(acc_rows):
-        factor = e.broadcast(e.at(alpha, i))
-        start += [b.fmul(old, factor) for old in e.load_vectors(row, vectors)]
 
     def step(n: Value, *sums: Value) -> list[Value]:
         current = list(sums)
@@ -96,9 +127,7 @@ def weigh_values(
             v_row = b.add(v_row, v_stride)
         return current
 
-    sums = e.loop(num_keys, isa.value_unroll, start, step)
-    for i, row in enumerate(acc_rows):
-        e.store_vectors(row, sums[i * vectors : (i + 1) * vectors])
+    return e.loop(num_keys, isa.value_unroll, start, step)
 
 
 def _adjacent_splats(e: Emitter, address: Value, count: int) -> list[Value]:

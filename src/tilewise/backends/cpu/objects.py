@@ -6,8 +6,6 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["provides"]
-
 # 64 bits, little endian, version 1.
 IDENT = b"\x7fELF\x02\x01\x01"
 RELOCATABLE = 1

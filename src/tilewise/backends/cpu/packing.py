@@ -12,24 +12,6 @@ from llvmlite import ir
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import BF16, E4M3, F32, FP16, FP32, ITEM_BYTES, Emitter, Value, void
 
-__all__ = [
-    "add_compensated",
-    "add_row",
-    "by_dtype",
-    "copy_rows",
-    "elements",
-    "emit_mix",
-    "fill",
-    "mix_sums",
-    "pack_rows",
-    "pack_values",
-    "row_dots",
-    "scale_rows",
-    "store_row",
-    "transpose_panel",
-    "untranspose_panel",
-]
-
 
 def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[int], None]) -> None:
     """Emit `body` for each element code and branch to the right one at run time."""
@@ -52,9 +34,7 @@ MOVED_AT_ONCE = 4
 
 
 def elements(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> None:
-    """`body(index, lanes)` over `count` elements: several vectors per iteration, single vectors, then single
-    elements.
-    """
+    """`body(index, lanes)` over `count` elements: several vectors at a time, single ones, then elements."""
     b, several = e.b, MOVED_AT_ONCE * e.lanes
 
     def round_of(i: Value) -> None:
@@ -67,9 +47,15 @@ def elements(e: Emitter, count: Value, body: Callable[[Value, int], None]) -> No
     e.positive(b.sub(count, whole), 1, lambda i: body(b.add(whole, i), 1))
 
 
-def _zero_up_to(e: Emitter, address: Value, count: Value, padded: Value) -> None:
-    zero = ir.Constant(F32, 0.0)
-    e.positive(e.b.sub(padded, count), 1, lambda i: e.store(e.at(e.at(address, count), i), zero))
+def _each_row(
+    e: Emitter, source: Value, stride: Value, num_rows: Value, dtype: Value, body: Callable[[Value, Value, int], None]
+) -> None:
+    """`body(row, its address, element code)` over rows of a dtype known at run time."""
+
+    def of_dtype(code: int) -> None:
+        e.positive(num_rows, 1, lambda n: body(n, e.b.add(source, e.b.mul(n, stride)), code))
+
+    by_dtype(e, dtype, SOURCES, of_dtype)
 
 
 @kernel("iiiiiiiif")
@@ -85,25 +71,20 @@ def pack_rows(
     padded: Value,
     factor: Value,
 ) -> None:
-    """target[num_rows][padded] = source[num_rows][dim] as fp32, zero beyond dim; strides in bytes. `factor` is for e4m3
-    (see load_as_f32).
-    """
-    b = e.b
+    """target[num_rows][padded] = source[num_rows][dim] as fp32, zero beyond dim; `factor` as in load_as_f32."""
+    b, zero = e.b, ir.Constant(F32, 0.0)
 
-    def convert(code: int) -> None:
-        def row(n: Value) -> None:
-            read, write = b.add(source, b.mul(n, source_stride)), b.add(target, b.mul(n, target_stride))
+    def row(n: Value, read: Value, code: int) -> None:
+        write = b.add(target, b.mul(n, target_stride))
 
-            def element(i: Value, lanes: int) -> None:
-                value = e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor)
-                e.store(e.at(write, i), value)
+        def element(i: Value, lanes: int) -> None:
+            value = e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor)
+            e.store(e.at(write, i), value)
 
-            elements(e, dim, element)
-            _zero_up_to(e, write, dim, padded)
+        elements(e, dim, element)
+        e.positive(b.sub(padded, dim), 1, lambda i: e.store(e.at(e.at(write, dim), i), zero))
 
-        e.positive(num_rows, 1, row)
-
-    by_dtype(e, dtype, SOURCES, convert)
+    _each_row(e, source, source_stride, num_rows, dtype, row)
 
 
 @kernel("iiiiiiiif")
@@ -119,37 +100,32 @@ def pack_values(
     padded: Value,
     factor: Value,
 ) -> None:
-    """Rows as in `pack_rows`, but in columns of value_step: target[column][row][value_step], which the value kernel
-    streams.
-    """
+    """As `pack_rows`, in columns for the value kernel: target[column][row][value_step]."""
     b, width = e.b, e.isa.value_step
 
-    def convert(code: int) -> None:
-        def row(n: Value) -> None:
-            read, write = b.add(source, b.mul(n, source_stride)), b.add(target, b.mul(n, e.i64(4 * width)))
+    def row(n: Value, read: Value, code: int) -> None:
+        write = b.add(target, b.mul(n, e.i64(4 * width)))
 
-            def place(i: Value) -> Value:
-                column = b.udiv(i, e.i64(width))
-                return b.add(write, b.add(b.mul(column, column_bytes), b.mul(b.urem(i, e.i64(width)), e.i64(4))))
+        def place(i: Value) -> Value:
+            column = b.udiv(i, e.i64(width))
+            return b.add(write, b.add(b.mul(column, column_bytes), b.mul(b.urem(i, e.i64(width)), e.i64(4))))
 
-            def element(i: Value, lanes: int) -> None:
-                e.store(place(i), e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor))
+        def element(i: Value, lanes: int) -> None:
+            e.store(place(i), e.load_as_f32(b.add(read, b.mul(i, e.i64(ITEM_BYTES[code]))), code, lanes, factor))
 
-            def whole_column(i: Value, to: Value) -> list[Value]:
-                for j in range(e.isa.value_vectors):
-                    at = b.mul(b.add(i, e.i64(j * e.lanes)), e.i64(ITEM_BYTES[code]))
-                    e.store(e.at(to, j * e.lanes), e.load_as_f32(b.add(read, at), code, factor=factor))
-                return [b.add(to, column_bytes)]
+        def whole_column(i: Value, to: Value) -> list[Value]:
+            for j in range(e.isa.value_vectors):
+                at = b.mul(b.add(i, e.i64(j * e.lanes)), e.i64(ITEM_BYTES[code]))
+                e.store(e.at(to, j * e.lanes), e.load_as_f32(b.add(read, at), code, factor=factor))
+            return [b.add(to, column_bytes)]
 
-            columns = b.mul(b.udiv(dim, e.i64(width)), e.i64(width))
-            e.when(b.icmp_signed(">", columns, e.i64(0)), lambda: void(e.loop(columns, width, [write], whole_column)))
-            elements(e, b.sub(dim, columns), lambda i, lanes: element(b.add(columns, i), lanes))
-            zero = ir.Constant(F32, 0.0)
-            e.positive(b.sub(padded, dim), 1, lambda i: e.store(place(b.add(dim, i)), zero))
+        columns = b.mul(b.udiv(dim, e.i64(width)), e.i64(width))
+        e.when(b.icmp_signed(">", columns, e.i64(0)), lambda: void(e.loop(columns, width, [write], whole_column)))
+        elements(e, b.sub(dim, columns), lambda i, lanes: element(b.add(columns, i), lanes))
+        zero = ir.Constant(F32, 0.0)
+        e.positive(b.sub(padded, dim), 1, lambda i: e.store(place(b.add(dim, i)), zero))
 
-        e.positive(num_rows, 1, row)
-
-    by_dtype(e, dtype, SOURCES, convert)
+    _each_row(e, source, source_stride, num_rows, dtype, row)
 
 
 @kernel("iiiif")
@@ -189,9 +165,7 @@ def untranspose_panel(e: Emitter, source: Value, num_keys: Value, target: Value,
 
 @kernel("iiii")
 def add_row(e: Emitter, target: Value, target_stride: Value, source: Value, count: Value) -> None:
-    """target[count] += source[count] where targets are 4 bytes apart. With a stride of 0 the sum is added to the one
-    target.
-    """
+    """target[count] += source[count], 4 bytes apart. With a stride of 0 all are added to the one target."""
     b = e.b
 
     def adjacent() -> None:
@@ -225,12 +199,9 @@ def store_row(e: Emitter, source: Value, dim: Value, target: Value, dtype: Value
     by_dtype(e, dtype, (FP32, BF16, FP16), convert)
 
 
-def emit_mix(
-    e: Emitter, out: Value, part: Value, dim: Value, dtype: Value, keep: Value, share: Value, part_code: int | None
-) -> None:
-    """out[dim] = keep * out + share * part, in fp32. A side with weight 0 is ignored, even if it holds NaN. `part` has
-    elements of `part_code`, or of `out`'s dtype for None.
-    """
+@kernel("iiiiff")
+def mix_sums(e: Emitter, out: Value, sums: Value, dim: Value, dtype: Value, keep: Value, share: Value) -> None:
+    """out[dim] = keep * out + share * sums[dim], which are fp32. A side with weight 0 is ignored, even NaN."""
     b = e.b
 
     def weighted(values: Value, weight: Value, lanes: int) -> Value:
@@ -239,23 +210,15 @@ def emit_mix(
         return b.fmul(b.select(none, e.f32s(0.0, lanes), values), weights)
 
     def convert(code: int) -> None:
-        source = code if part_code is None else part_code
-
         def mix(i: Value, lanes: int) -> None:
             place = b.add(out, b.mul(i, e.i64(ITEM_BYTES[code])))
             kept = weighted(e.load_as_f32(place, code, lanes), keep, lanes)
-            other = e.load_as_f32(b.add(part, b.mul(i, e.i64(ITEM_BYTES[source]))), source, lanes)
+            other = e.load_as_f32(b.add(sums, b.mul(i, e.i64(4))), FP32, lanes)
             e.store_from_f32(place, b.fadd(kept, weighted(other, share, lanes)), code)
 
         elements(e, dim, mix)
 
     by_dtype(e, dtype, (FP32, BF16, FP16), convert)
-
-
-@kernel("iiiiff")
-def mix_sums(e: Emitter, out: Value, sums: Value, dim: Value, dtype: Value, keep: Value, share: Value) -> None:
-    """out[dim] = keep * out + share * sums[dim], which are fp32: see `emit_mix`."""
-    emit_mix(e, out, sums, dim, dtype, keep, share, FP32)
 
 
 @kernel("iif")
@@ -293,9 +256,7 @@ def add_compensated(
 
 @kernel("iii", "f")
 def row_dots(e: Emitter, x: Value, y: Value, count: Value) -> Value:
-    """sum(x[count] * y[count]) of fp32 rows in fp64, lane by lane and then pairwise, rounded once; count is a multiple
-    of lanes.
-    """
+    """sum(x[count] * y[count]) of fp32 rows, summed in fp64 and rounded once; count is a multiple of lanes."""
     b, doubles = e.b, ir.VectorType(ir.DoubleType(), e.lanes)
 
     def step(i: Value, acc: Value) -> list[Value]:

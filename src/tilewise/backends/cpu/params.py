@@ -2,7 +2,7 @@
 
 Pointers are addresses, strides are bytes, floats are the bits of an fp32. A pointer of 0 means "not there". Constants
 named `WS_*` are offsets within one thread's workspace. The constants below are positions in the block, counted in
-the order of their declaration; `new_block` builds it.
+the order of their declaration; `new_block` builds it. After them come the layouts of what kernels keep in a workspace.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import itertools
 import struct
 from array import array
 from collections.abc import Mapping
-
-__all__ = ["BLOCK_FIELDS", "float_bits", "new_block"]
 
 _positions = itertools.count(1)
 
@@ -76,6 +74,24 @@ POLL, NEXT_POLL, CALLER, THREAD_ID, CLOCK, CLOCK_ID, CLOCK_SECONDS, CLOCK_NANOSE
 STOP, THROUGH = _take(2)
 # Totals of a block over long runs of keys, and the rounding error of their sums (0: no run is that long).
 WS_TOTAL, WS_CARRY = _take(2)
+# Tangents and second derivatives: the tangents of q, k, v and of out (address 0: none), of lse and of the sinks.
+TQ, TQ_BATCH, TQ_HEAD, TQ_ROW = _take(4)
+TK, TK_BATCH, TK_HEAD, TK_ROW = _take(4)
+TV, TV_BATCH, TV_HEAD, TV_ROW = _take(4)
+TOUT, TOUT_BATCH, TOUT_HEAD, TOUT_ROW = _take(4)
+TLSE, TSINKS = _take(2)
+# Whether bias has a tangent, and how many bytes it lies behind the bias, whose strides and dtype it has.
+HAS_TBIAS, TBIAS_BEHIND = _take(2)
+# The factor from a product with packed q to a tangent of scores; 2 / softcap; an address for dout . out' (0: none).
+TANGENT_SCALE, TWICE_PER_CAP, RATE = _take(3)
+WS_TQ, WS_TK, WS_TV, WS_TSCORES, WS_TACC, WS_TSUM, WS_TQ_ROWS, WS_TK_COLUMNS, WS_USCORES, WS_TANH, WS_RATE, WS_TLSE = (
+    _take(12)
+)
+# Scale fields that are 0, for tensors that are never e4m3.
+NO_SCALES = _take(5)[0]
+# A tile mask: its map (0: none) with the byte strides of a sequence, a head and a row of tiles, the keys that the map
+# covers, and the bits of tiles that are visible in part.
+TILES, TILES_BATCH, TILES_HEAD, TILES_ROW, TILES_KEYS, TILE_BITS = _take(6)
 # A whole number of cache lines.
 BLOCK_FIELDS = -(-next(_positions) // 8) * 8
 
@@ -90,6 +106,16 @@ CHANGES_SCORES = HAS_SOFTCAP | HAS_ALIBI | HAS_BIAS | HAS_MASK
 NEEDS_ROW_TABLE = HAS_ALIBI | HAS_BIAS | HAS_MASK | HAS_DROPOUT
 
 UNBOUNDED = 1 << 40
+
+# Schedule entries, int64 each: (batch, first row, number of rows, chunk of keys, number of chunks), and in the backward
+# (first batch, end batch, first row, end row, first key, end key).
+ENTRY_BYTES, BACKWARD_ENTRY_BYTES = 40, 48
+# Row table of a panel: fields of a 4-byte number per query, the last two of 8-byte addresses.
+ROW_LAST, ROW_FIRST, ROW_POSITION, ROW_SLOPE, ROW_INDEX, ROW_HEAD, ROW_BIAS, ROW_MASK = 0, 1, 2, 3, 4, 5, 6, 8
+ROW_FIELDS = 10
+# Panel bounds: the key ranges common to the rows of a panel, and (backward) the part of the current tile it sees.
+MIN_FIRST, MAX_FIRST, MIN_LAST, MAX_LAST, TILE_BEGIN, TILE_END = range(0, 48, 8)
+PANEL_BYTES = 48
 
 # After the block, a cache line each: the counters of a run (workspaces taken, items taken).
 COUNTER_FIELDS = 16

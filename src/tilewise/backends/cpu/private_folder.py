@@ -22,8 +22,6 @@ except ImportError:
 else:
     HAS_LOCKS = True
 
-__all__ = ["PrivateFolder", "UntrustedFolder"]
-
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 HAS_OWNERS = hasattr(os, "geteuid")
 ADMINISTRATOR = 0
@@ -111,32 +109,20 @@ class PrivateFolder:
 
         The system releases the lock of a process that ends, however it ends.
         """
-        held = self._lock(seconds)
+        end, held = time.monotonic() + seconds, False
+        while HAS_LOCKS and self._fd is not None and not held:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+            except OSError as error:  # noqa: PERF203
+                if not isinstance(error, BlockingIOError) or time.monotonic() >= end:
+                    break
+                time.sleep(SECONDS_BETWEEN_TRIES)
         try:
             yield
         finally:
             if held and self._fd is not None:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-    def _lock(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while True:
-            is_held = self._try_lock()
-            if is_held is not None or time.monotonic() >= end:
-                return bool(is_held)
-            time.sleep(SECONDS_BETWEEN_TRIES)
-
-    def _try_lock(self) -> bool | None:
-        """Whether the lock was taken; None if another process has it."""
-        if not HAS_LOCKS or self._fd is None:
-            return False
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return False
-        return True
 
     def _at(self, name: str) -> str:
         """A file's name relative to the folder's descriptor, or its path if there is none."""

@@ -7,7 +7,6 @@ are short. Measurements behind the constants are in bench/results/cpu-choices.cs
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -17,18 +16,6 @@ from torch import Tensor
 
 from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
-
-__all__ = [
-    "Lengths",
-    "Schedule",
-    "dense_lengths",
-    "fold_keys",
-    "folds",
-    "forward_schedule",
-    "kept_schedule",
-    "keys_seen",
-    "round_up",
-]
 
 Lengths = NDArray[np.int64]
 
@@ -71,13 +58,16 @@ def kv_item(problem: AttentionProblem) -> int:
 
 def decodes(problem: AttentionProblem) -> bool:
     """Whether a problem takes the decode path."""
-    return problem.seqlen_q * problem.group_size <= DECODE_ROWS
+    return problem.seqlen_q * problem.group_size <= DECODE_ROWS and problem.tiles_shape is None
 
 
 def shares_panels(problem: AttentionProblem) -> bool:
-    """Whether the heads of a GQA group are computed together: their rows fit a block, so K and V are packed once for
-    all.
+    """Whether a GQA group is computed together: its rows fit a block, so K and V are packed once.
+
+    Not under a tile mask, whose panels lie in one tile of one head.
     """
+    if problem.tiles_shape is not None:
+        return False
     return problem.group_size > 1 and problem.seqlen_q * problem.group_size <= host().block_m
 
 
@@ -107,9 +97,7 @@ def block_rows(problem: AttentionProblem, threads: int) -> int:
 
 
 def heads_per_unit(problem: AttentionProblem, k_lengths: Lengths, threads: int) -> int:
-    """Query heads of a work item: a group where it shares panels, several groups in decode. Bits do not depend
-    on it.
-    """
+    """Query heads of a work item: a group that shares panels, several groups in decode. Bits stay the same."""
     if not decodes(problem):
         return problem.group_size if shares_panels(problem) else 1
     kv_heads, bytes_per_head = problem.num_kv_heads, problem.head_dim * kv_item(problem)
@@ -123,16 +111,6 @@ def heads_per_unit(problem: AttentionProblem, k_lengths: Lengths, threads: int) 
 def dense_lengths(problem: AttentionProblem) -> tuple[Lengths, Lengths]:
     """Query and key lengths of sequences of equal length."""
     return np.full(problem.batch, problem.seqlen_q), np.full(problem.batch, problem.seqlen_k)
-
-
-def kept_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths, threads: int) -> Schedule:
-    """The schedule of packed or paged sequences, cached: the layers of a model ask for the same one."""
-    return _schedule_of_bytes(problem, q_lengths.tobytes(), k_lengths.tobytes(), threads)
-
-
-@functools.lru_cache(maxsize=64)
-def _schedule_of_bytes(problem: AttentionProblem, q_lengths: bytes, k_lengths: bytes, threads: int) -> Schedule:
-    return forward_schedule(problem, np.frombuffer(q_lengths, np.int64), np.frombuffer(k_lengths, np.int64), threads)
 
 
 def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths, threads: int) -> Schedule:

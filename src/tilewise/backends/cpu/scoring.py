@@ -7,27 +7,10 @@ score features.
 from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
+from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.emit import E4M3_UNIT
-from tilewise.backends.cpu.features import (
-    FIELD_BYTES,
-    PANEL,
-    ROW_BIAS,
-    ROW_FIRST,
-    ROW_HEAD,
-    ROW_INDEX,
-    ROW_LAST,
-    ROW_MASK,
-    ROW_POSITION,
-    ROW_SLOPE,
-    TABLE_BYTES,
-    add_alibi,
-    add_panel,
-    apply_softcap,
-    drop,
-    gather_row,
-    mask_band,
-)
+from tilewise.backends.cpu.emit import BOOL, E4M3_UNIT, FP32
+from tilewise.backends.cpu.features import add_alibi, add_panel, apply_softcap, drop, gather_row, mask_band, mask_bits
 from tilewise.backends.cpu.intrinsics import (
     field,
     load_f32,
@@ -38,34 +21,16 @@ from tilewise.backends.cpu.intrinsics import (
     store_i32,
     store_i64,
 )
-from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, transpose_panel
+from tilewise.tiles import EMPTY, FULL, TILE, WORD, WORDS
 
-__all__ = [
-    "BLOCK_N",
-    "KEY_STEP",
-    "LANES",
-    "change_scores",
-    "drop_panel",
-    "pack_tile",
-    "pack_values_tile",
-    "prepare_rows",
-    "q_length",
-]
-
-LANES = host().lanes
-KEY_STEP = host().key_step
-BLOCK_N = host().block_n
-VALUE_STEP = host().value_step
-FP32_CODE, BOOL_CODE = 0, 3
-# Schedule entries: (batch, first row, number of rows, chunk of keys, number of chunks), int64 each.
-ENTRY_BYTES = 40
-
-# Panel bounds: the key ranges common to the rows of a panel, and (backward) the part of the current tile it sees.
-MIN_FIRST, MAX_FIRST, MIN_LAST, MAX_LAST, TILE_BEGIN, TILE_END = 0, 8, 16, 24, 32, 40
-PANEL_BYTES = 48
 # Row tables hold keys as int32: the last key of a row without keys, and the first key of a row that starts after all.
 NO_KEY, PAST_KEYS = -1, (1 << 31) - 1
+MINUS_INF = -float("inf")
+# Bytes of a tile's bits, and of those of its queries that share words.
+TILE_BYTES, WORD_BYTES = 4 * WORDS * TILE, 4 * TILE
+# The bits of one panel, which lie in one word.
+PANEL_BITS = (1 << sz.PANEL) - 1
 
 
 @driver
@@ -114,8 +79,8 @@ def kv_address(p: int, tensor: int, batch: int, kv_head: int, row: int) -> int:
 
 @driver
 def scales_of(tensor: int) -> int:
-    """The position of the scale fields of Q, K or V."""
-    return f.Q_SCALES + (tensor - f.Q) // 4 * 5
+    """The position of the scale fields of Q, K or V; tangents have none."""
+    return f.Q_SCALES + (tensor - f.Q) // 4 * 5 if tensor <= f.V else f.NO_SCALES
 
 
 @driver
@@ -142,9 +107,7 @@ def rows_of_scale(p: int, tensor: int, row: int, count: int) -> int:
 
 @driver
 def run_length(p: int, tensor: int, row: int, end: int) -> int:
-    """How many rows of K or V from `row` on, below `end`, have one stride and share a scale: up to the end of the page
-    or of the scale's block.
-    """
+    """How many rows of K or V in [row, end) have one stride and one scale: up to the end of a page or block."""
     page_size = field(p, f.PAGE_SIZE)
     if page_size == 0:
         return rows_of_scale(p, tensor, row, end - row)
@@ -158,8 +121,8 @@ def pack_tile(
     """Address of rows [begin, end) of K or V as fp32 rows of `width`, zero beyond dim, with zero rows up to a whole key
     step: in the tensor itself if it has that layout, else in `target`, into which they are packed.
     """
-    fits = field(p, f.KV_DTYPE) == FP32_CODE and dim == width and field(p, tensor + 3) == 4 * width
-    if fits and (end - begin) % KEY_STEP == 0 and run_length(p, tensor, begin, end) == end - begin:
+    fits = field(p, f.KV_DTYPE) == FP32 and dim == width and field(p, tensor + 3) == 4 * width
+    if fits and (end - begin) % sz.KEY_STEP == 0 and run_length(p, tensor, begin, end) == end - begin:
         return kv_address(p, tensor, batch, kv_head, begin)
     row = begin
     while row < end:
@@ -168,28 +131,34 @@ def pack_tile(
         factor = e4m3_factor(p, tensor, batch, kv_head, row)
         pack_rows(source, field(p, tensor + 3), count, field(p, f.KV_DTYPE), dim, place, 4 * width, width, factor)
         row += count
-    for pad in range(end - begin, (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP):
+    for pad in range(end - begin, (end - begin + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP):
         for d in range(width):
             store_f32(target + 4 * (pad * width + d), 0.0)
     return target
 
 
 @driver
-def pack_values_tile(p: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
-    """V rows [begin, end) in columns of value_step (see pack_values), zero rows up to a whole key step."""
+def pack_values_tile(p: int, tensor: int, batch: int, kv_head: int, begin: int, end: int, target: int) -> None:
+    """Rows [begin, end) of V or its tangent in columns of value_step (see pack_values), zero rows up to a whole key
+    step.
+    """
     width = field(p, f.DIM_V_PADDED)
-    column_bytes = 4 * BLOCK_N * VALUE_STEP
+    column_bytes = 4 * sz.BLOCK_N * sz.VALUE_STEP
     row = begin
     while row < end:
-        count = run_length(p, f.V, row, end)
-        source = kv_address(p, f.V, batch, kv_head, row)
-        place, dim = target + 4 * (row - begin) * VALUE_STEP, field(p, f.HEAD_DIM_V)
-        factor = e4m3_factor(p, f.V, batch, kv_head, row)
-        pack_values(source, field(p, f.V_ROW), count, field(p, f.KV_DTYPE), dim, place, column_bytes, width, factor)
+        count = run_length(p, tensor, row, end)
+        source = kv_address(p, tensor, batch, kv_head, row)
+        place, dim = target + 4 * (row - begin) * sz.VALUE_STEP, field(p, f.HEAD_DIM_V)
+        factor = e4m3_factor(p, tensor, batch, kv_head, row)
+        pack_values(source, field(p, tensor + 3), count, field(p, f.KV_DTYPE), dim, place, column_bytes, width, factor)
         row += count
-    padded = (end - begin + KEY_STEP - 1) // KEY_STEP * KEY_STEP
-    for column in range(width // VALUE_STEP):
-        fill(target + column * column_bytes + 4 * (end - begin) * VALUE_STEP, (padded - end + begin) * VALUE_STEP, 0.0)
+    padded = (end - begin + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
+    for column in range(width // sz.VALUE_STEP):
+        fill(
+            target + column * column_bytes + 4 * (end - begin) * sz.VALUE_STEP,
+            (padded - end + begin) * sz.VALUE_STEP,
+            0.0,
+        )
 
 
 @driver
@@ -199,21 +168,19 @@ def describe_row(p: int, table: int, lane: int, batch: int, head: int, row: int,
     slope = 0.0
     if slopes != 0:
         slope = load_f32(slopes + batch * field(p, f.ALIBI_BATCH) + head * field(p, f.ALIBI_HEAD))
-    store_i32(table + ROW_POSITION * FIELD_BYTES + 4 * lane, row + offset)
-    store_f32(table + ROW_SLOPE * FIELD_BYTES + 4 * lane, slope)
-    store_i32(table + ROW_INDEX * FIELD_BYTES + 4 * lane, row + field(p, f.ORIGIN_ROW))
-    store_i32(table + ROW_HEAD * FIELD_BYTES + 4 * lane, head + field(p, f.ORIGIN_HEAD))
+    store_i32(table + f.ROW_POSITION * sz.FIELD_BYTES + 4 * lane, row + offset)
+    store_f32(table + f.ROW_SLOPE * sz.FIELD_BYTES + 4 * lane, slope)
+    store_i32(table + f.ROW_INDEX * sz.FIELD_BYTES + 4 * lane, row + field(p, f.ORIGIN_ROW))
+    store_i32(table + f.ROW_HEAD * sz.FIELD_BYTES + 4 * lane, head + field(p, f.ORIGIN_HEAD))
     bias = field(p, f.BIAS) + batch * field(p, f.BIAS_BATCH) + head * field(p, f.BIAS_HEAD) + row * field(p, f.BIAS_ROW)
     mask = field(p, f.MASK) + batch * field(p, f.MASK_BATCH) + head * field(p, f.MASK_HEAD) + row * field(p, f.MASK_ROW)
-    store_i64(table + ROW_BIAS * FIELD_BYTES + 8 * lane, bias)
-    store_i64(table + ROW_MASK * FIELD_BYTES + 8 * lane, mask)
+    store_i64(table + f.ROW_BIAS * sz.FIELD_BYTES + 8 * lane, bias)
+    store_i64(table + f.ROW_MASK * sz.FIELD_BYTES + 8 * lane, mask)
 
 
 @driver
 def drop_panel(p: int, s: int, size: int, first_key: int, table: int, batch: int, vectors: int) -> None:
-    """Dropout on a panel, with counters of the whole problem that this one may be a part of (its first key is a
-    multiple of 4).
-    """
+    """Dropout on a panel, counted from the origin of the whole problem, whose first key is a multiple of 4."""
     low, high = field(p, f.SEED_LOW), field(p, f.SEED_HIGH)
     threshold, keep = field(p, f.DROPOUT_THRESHOLD), scalar_bits(field(p, f.KEEP_SCALE))
     key, sequence = first_key + field(p, f.ORIGIN_KEY), batch + field(p, f.ORIGIN_BATCH)
@@ -222,22 +189,20 @@ def drop_panel(p: int, s: int, size: int, first_key: int, table: int, batch: int
 
 @driver
 def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: int, k_begin: int, k_end: int) -> None:
-    """Fill the row tables and panel bounds of `count` rows. The last row of a head is followed by the next head's
-    first.
-    """
+    """Fill the row tables and panel bounds of `count` rows, which continue from head to head."""
     q_len = q_length(p, batch)
     offset = k_length(p, batch) - q_len
     left, right = field(p, f.WINDOW_LEFT), field(p, f.WINDOW_RIGHT)
     tables = (field(p, f.FEATURES) & f.NEEDS_ROW_TABLE) != 0
     row = first_row
-    for panel in range((count + PANEL - 1) // PANEL):
-        table = ws + field(p, f.WS_ROWS) + panel * TABLE_BYTES
-        bounds = ws + field(p, f.WS_PANELS) + panel * PANEL_BYTES
+    for panel in range((count + sz.PANEL - 1) // sz.PANEL):
+        table = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES
+        bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
         min_first, max_first, min_last, max_last = f.UNBOUNDED, -f.UNBOUNDED, f.UNBOUNDED, -f.UNBOUNDED
-        for lane in range(PANEL):
-            if panel * PANEL + lane >= count:
-                store_i32(table + ROW_LAST * FIELD_BYTES + 4 * lane, NO_KEY)
-                store_i32(table + ROW_FIRST * FIELD_BYTES + 4 * lane, 0)
+        for lane in range(sz.PANEL):
+            if panel * sz.PANEL + lane >= count:
+                store_i32(table + f.ROW_LAST * sz.FIELD_BYTES + 4 * lane, NO_KEY)
+                store_i32(table + f.ROW_FIRST * sz.FIELD_BYTES + 4 * lane, 0)
                 continue
             if row == q_len:
                 row = 0
@@ -246,15 +211,40 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
             last = min(k_end - 1, row + offset + right)
             min_first, max_first = min(min_first, first), max(max_first, first)
             min_last, max_last = min(min_last, last), max(max_last, last)
-            store_i32(table + ROW_LAST * FIELD_BYTES + 4 * lane, max(last, NO_KEY))
-            store_i32(table + ROW_FIRST * FIELD_BYTES + 4 * lane, min(first, PAST_KEYS))
+            store_i32(table + f.ROW_LAST * sz.FIELD_BYTES + 4 * lane, max(last, NO_KEY))
+            store_i32(table + f.ROW_FIRST * sz.FIELD_BYTES + 4 * lane, min(first, PAST_KEYS))
             if tables:
                 describe_row(p, table, lane, batch, head, row, offset)
             row += 1
-        store_i64(bounds + MIN_FIRST, min_first)
-        store_i64(bounds + MAX_FIRST, max_first)
-        store_i64(bounds + MIN_LAST, min_last)
-        store_i64(bounds + MAX_LAST, max_last)
+        store_i64(bounds + f.MIN_FIRST, min_first)
+        store_i64(bounds + f.MAX_FIRST, max_first)
+        store_i64(bounds + f.MIN_LAST, min_last)
+        store_i64(bounds + f.MAX_LAST, max_last)
+
+
+@driver
+def gather_panel(
+    p: int,
+    ws: int,
+    num_keys: int,
+    valid: int,
+    first_key: int,
+    table_field: int,
+    behind: int,
+    num_rows: int,
+    key_stride: int,
+    dtype: int,
+) -> int:
+    """A panel of bias, mask or what lies `behind` bytes behind it, read row by row and transposed. `valid` keys exist;
+    the rest up to num_keys is undefined.
+    """
+    stage = ws + field(p, f.WS_STAGE)
+    for lane in range(num_rows):
+        source = load_i64(table_field + 8 * lane) + behind + first_key * key_stride
+        gather_row(source, key_stride, valid, dtype, stage + 4 * sz.BLOCK_N * lane)
+    extra = ws + field(p, f.WS_EXTRA)
+    transpose_panel(stage, 4 * sz.BLOCK_N, (num_keys + sz.LANES - 1) // sz.LANES * sz.LANES, extra, 1.0)
+    return extra
 
 
 @driver
@@ -270,33 +260,122 @@ def add_gathered(
     key_stride: int,
     dtype: int,
 ) -> None:
-    """S += a bias or mask, read row by row and transposed. `valid` keys exist; the rest up to num_keys is padding."""
-    stage = ws + field(p, f.WS_STAGE)
-    for lane in range(num_rows):
-        source = load_i64(table_field + 8 * lane) + first_key * key_stride
-        gather_row(source, key_stride, valid, dtype, stage + 4 * BLOCK_N * lane)
-    extra = ws + field(p, f.WS_EXTRA)
-    transpose_panel(stage, 4 * BLOCK_N, (num_keys + LANES - 1) // LANES * LANES, extra, 1.0)
-    add_panel(s, num_keys, extra, (num_rows + LANES - 1) // LANES)
+    """S += a bias or mask."""
+    extra = gather_panel(p, ws, num_keys, valid, first_key, table_field, 0, num_rows, key_stride, dtype)
+    add_panel(s, num_keys, extra, (num_rows + sz.LANES - 1) // sz.LANES)
 
 
 @driver
 def change_scores(
     p: int, ws: int, s: int, num_keys: int, valid: int, first_key: int, table: int, num_rows: int, cap_slope: int
 ) -> None:
-    """Softcap, ALiBi, bias, mask and the band, in the contract's order, on a panel of `num_keys` keys from
-    `first_key` on.
-    """
+    """Softcap, ALiBi, bias, mask and the band, in the contract's order, on a panel of keys from `first_key` on."""
     features = field(p, f.FEATURES)
-    vectors = (num_rows + LANES - 1) // LANES
+    vectors = (num_rows + sz.LANES - 1) // sz.LANES
     if features & f.HAS_SOFTCAP:
         apply_softcap(s, num_keys, vectors, scalar_bits(field(p, f.SOFTCAP)), cap_slope)
     if features & f.HAS_ALIBI:
         add_alibi(s, num_keys, first_key, table, vectors)
     if features & f.HAS_BIAS:
-        rows = table + ROW_BIAS * FIELD_BYTES
+        rows = table + f.ROW_BIAS * sz.FIELD_BYTES
         add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.BIAS_KEY), field(p, f.BIAS_DTYPE))
     if features & f.HAS_MASK:
-        rows = table + ROW_MASK * FIELD_BYTES
-        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.MASK_KEY), BOOL_CODE)
+        rows = table + f.ROW_MASK * sz.FIELD_BYTES
+        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.MASK_KEY), BOOL)
     mask_band(s, num_keys, first_key, table, vectors)
+
+
+@driver
+def tile_kind(p: int, batch: int, head: int, row: int, key: int) -> int:
+    """What a tile mask says of the tile that holds this row and key. Past the map, lengths hide every key."""
+    if key >= field(p, f.TILES_KEYS):
+        return FULL
+    place = batch * field(p, f.TILES_BATCH) + head * field(p, f.TILES_HEAD) + row // TILE * field(p, f.TILES_ROW)
+    return load_i32(field(p, f.TILES) + place + 4 * (key // TILE))
+
+
+@driver
+def is_listed(p: int, batch: int, head: int, first_row: int, end_row: int, begin: int, end: int) -> int:
+    """Whether any of these rows may see any of the keys [begin, end) by the tile mask."""
+    if field(p, f.TILES) == 0:
+        return 1
+    for row in range(first_row // TILE * TILE, end_row, TILE):
+        for key in range(begin // TILE * TILE, end, TILE):
+            if tile_kind(p, batch, head, row, key) != EMPTY:
+                return 1
+    return 0
+
+
+@driver
+def words_of(p: int, kind: int, row: int, key: int) -> int:
+    """Address of the word that holds a key's bits for the panel that starts at `row`."""
+    return field(p, f.TILE_BITS) + kind * TILE_BYTES + row % TILE // WORD * WORD_BYTES + 4 * (key % TILE)
+
+
+@driver
+def is_seen(p: int, kind: int, row: int, key: int) -> int:
+    """Whether any query of the panel that starts at `row` sees the key, in a tile with bits."""
+    return (load_i32(words_of(p, kind, row, key)) >> (row % WORD)) & PANEL_BITS
+
+
+@driver
+def first_seen(p: int, batch: int, head: int, row: int, begin: int, end: int) -> int:
+    """The first key in [begin, end) that the tile mask shows to the panel at `row`; `end` if there is none."""
+    if field(p, f.TILES) == 0:
+        return begin
+    while begin < end:
+        kind = tile_kind(p, batch, head, row, begin)
+        if kind == FULL:
+            return begin
+        stop = min(end, (begin // TILE + 1) * TILE)
+        if kind != EMPTY:
+            while begin < stop:
+                if is_seen(p, kind, row, begin):
+                    return begin
+                begin += 1
+        begin = stop
+    return end
+
+
+@driver
+def end_seen(p: int, batch: int, head: int, row: int, begin: int, end: int) -> int:
+    """Behind the last key in [begin, end) that the tile mask shows to the panel; `begin` if there is none."""
+    if field(p, f.TILES) == 0:
+        return end
+    while begin < end:
+        kind = tile_kind(p, batch, head, row, end - 1)
+        if kind == FULL:
+            return end
+        start = max(begin, (end - 1) // TILE * TILE)
+        if kind != EMPTY:
+            while start < end:
+                if is_seen(p, kind, row, end - 1):
+                    return end
+                end -= 1
+        end = start
+    return begin
+
+
+@driver
+def is_cut(p: int, batch: int, head: int, row: int, first_key: int, size: int) -> int:
+    """Whether the tile mask hides any pair of the row's panel and these keys."""
+    if field(p, f.TILES) == 0:
+        return 0
+    for key in range(first_key // TILE * TILE, first_key + size, TILE):
+        if tile_kind(p, batch, head, row, key) != FULL:
+            return 1
+    return 0
+
+
+@driver
+def mask_tiles(p: int, s: int, batch: int, head: int, row: int, first_key: int, size: int, vectors: int) -> None:
+    """S = -inf where the tile mask hides a pair; a panel of rows from `row` on, which lie in one tile."""
+    key = first_key
+    while key < first_key + size:
+        end = min((key // TILE + 1) * TILE, first_key + size)
+        kind, place = tile_kind(p, batch, head, row, key), s + 4 * (key - first_key) * sz.PANEL
+        if kind == EMPTY:
+            fill(place, (end - key) * sz.PANEL, MINUS_INF)
+        elif kind != FULL:
+            mask_bits(place, end - key, words_of(p, kind, row, key), row % WORD, vectors)
+        key = end

@@ -9,15 +9,13 @@ signals until the other threads are done.
 from __future__ import annotations
 
 from tilewise.backends.cpu import params as f
+from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.intrinsics import atomic_add, call_function, field, load_shared, store_i64
-from tilewise.backends.cpu.scoring import BLOCK_N
-
-__all__ = ["answer_signals", "has_stopped", "is_due", "leave", "stops", "stops_at"]
 
 POLL_MILLISECONDS = 50
 # Tile loops poll at keys that are multiples of this, which is at most 10 ms apart.
-POLL_KEYS = 8 * BLOCK_N
+POLL_KEYS = 8 * sz.BLOCK_N
 LONGEST_SLEEP = 1000
 
 
@@ -70,9 +68,7 @@ def stops_at(p: int, key: int) -> int:
 
 @driver
 def leave(p: int) -> None:
-    """The end of a thread's work. Sleeps grow with the time waited, so the end is noticed at most a few
-    percent late.
-    """
+    """The end of a thread's work. Sleeps grow with the time waited, so it ends at most a few percent late."""
     if field(p, f.POLL) == 0:
         return
     atomic_add(p + 8 * f.THROUGH, 1)

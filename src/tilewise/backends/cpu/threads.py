@@ -19,8 +19,6 @@ import torch
 
 from tilewise import process
 
-__all__ = ["num_threads", "openmp_library", "run"]
-
 # A worker forked before tilewise was imported, from a process whose torch already had a team.
 _IS_FORKED_WORKER = type(multiprocessing.current_process()).__name__ == "ForkProcess"
 # GNU's, LLVM's and Intel's OpenMP all export GOMP_parallel.

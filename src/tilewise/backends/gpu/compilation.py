@@ -19,8 +19,6 @@ from triton.compiler import ASTSource
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, KernelCall, Multiple, Tile
 from tilewise.device import DeviceSpec
 
-__all__ = ["Types", "compile_call", "forget_compiled", "target_of", "types_of"]
-
 TYPE_NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",

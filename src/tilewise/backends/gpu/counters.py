@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tilewise.lasting import outside_pools
 
-__all__ = ["Counters", "HostCounters", "counters_of"]
-
 # Streams of a device that keep counters. torch has 32 streams of each of two priorities and the default one; other
 # libraries create and destroy their own.
 MAX_STREAMS = 72

@@ -27,12 +27,10 @@ from triton import knobs
 from tilewise.backends.gpu.compilation import CONSTANT, forget_compiled, types_of
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
 
-__all__ = ["Filled", "Launch", "launch_path", "queued"]
-
 LIBRARY = "libcuda.so.1"
 # Types not listed here take a word. The last two parameters point to scratch memory, which these kernels do not use.
 FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
-SIZES = {"i32": 4, "i64": 8, "fp32": 4}
+SIZES = {"i32": 4, "fp32": 4}
 POINTER, WORD, NUM_SCRATCH = "Q", 8, 2
 # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number.
 CONFIG = "7I4xQQI4x"

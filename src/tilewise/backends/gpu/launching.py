@@ -1,4 +1,5 @@
-"""A pass: the launch plan of a sequence of kernel calls, prepared once for a device, then run with addresses alone.
+"""A pass: a sequence of kernel calls prepared once for a problem, strides, alignment and device, then called with
+tensors. It allocates the results and launches the kernels.
 
 Nothing here waits for the device (except when a device's first counters are made), so calls can be captured in a CUDA
 graph. Figures: bench/results/gpu-host-choices.csv.
@@ -9,35 +10,20 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tilewise import device as devices
 from tilewise.backends.gpu.compilation import compile_call
 from tilewise.backends.gpu.counters import counters_of
 from tilewise.backends.gpu.driver import Filled, Launch, queued
 from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, aligned_names
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
-
-__all__ = [
-    "BACKWARD_GIVEN",
-    "HEADS_FIRST",
-    "MAX_PASSES",
-    "Allocation",
-    "Pass",
-    "Places",
-    "RawView",
-    "RawViews",
-    "View",
-    "Wish",
-    "interpreted",
-    "named_views",
-    "pass_of",
-    "raw_views",
-]
+from tilewise.problem import AttentionProblem
 
 # Passes that a backend caches, one for each combination of problem, strides and alignment: about 20 KiB each.
 MAX_PASSES = 512
@@ -48,13 +34,9 @@ MAX_FILLED = 8192
 STEP, BLOCK = 256, "block"
 # The order of the tensors that a backward pass is given.
 BACKWARD_GIVEN = ("dout", "dlse", "out", "lse", *Operands._fields)
-# Tensors that a pass allocates for its caller; others are workspace.
-RESULTS = ("out", "dq", "dk", "dv", "dbias", "dk_pages", "dv_pages")
 # Strides, dtype, and whether the address is a multiple of 16 bytes: part of the cache key.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
 RawViews = tuple[RawView | None, ...]
-# A stream's handle and addresses.
-Places = tuple[int, ...]
 
 
 class View(NamedTuple):
@@ -90,21 +72,31 @@ class Allocation(NamedTuple):
             strides.append(strides[-1] * size)
         return cls(shape, tuple(reversed(strides)), dtype)
 
+    @classmethod
+    def rows(
+        cls, problem: AttentionProblem, heads: int, seqlen: int, total: int, dim: int, dtype: torch.dtype
+    ) -> Allocation:
+        """A tensor of token rows: heads first, in the memory order of the problem's layout."""
+        if problem.kind != "dense":
+            return cls.contiguous((total, heads, dim), dtype)
+        if problem.layout == "bshd":
+            return cls.contiguous((problem.batch, seqlen, heads, dim), dtype).swapped()
+        return cls.contiguous((problem.batch, heads, seqlen, dim), dtype)
+
     @property
     def view(self) -> View:
         """The view that kernels get; a caching allocator aligns everything."""
         return View(self.strides, self.dtype, aligned=True)
 
-    def in_layout(self, layout: str) -> Allocation:
-        """The same memory with dimensions in the order of the caller's layout."""
-        if layout != "bshd":
-            return self
-        return Allocation(_swapped(self.shape), _swapped(self.strides), self.dtype)
+    def swapped(self) -> Allocation:
+        """The same memory with heads and rows exchanged."""
+        shape, strides = ((sizes[0], sizes[2], sizes[1], sizes[3]) for sizes in (self.shape, self.strides))
+        return Allocation(shape, strides, self.dtype)
 
 
-def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    batch, heads, rows, columns = sizes
-    return batch, rows, heads, columns
+def heads_first(problem: AttentionProblem, tensor: Tensor) -> Tensor:
+    """A result that a pass made in the caller's layout, as backends return it."""
+    return tensor.transpose(1, 2) if problem.layout == "bshd" else tensor
 
 
 def interpreted() -> bool:
@@ -115,19 +107,19 @@ def interpreted() -> bool:
 
 
 class Pass:
-    """The kernels of a call in order, for tensors of known shapes, strides, alignment and device. Calling it with the
-    tensors allocates the results and launches the kernels.
+    """The kernels of a call in order. Calling it with the tensors allocates the results and launches the kernels.
 
     `given` names the tensors of a call in order (the last ones may be left out, and the same ones are None in every
-    call). `made` are the tensors that it allocates. Those that the caller does not read (`unread`) share one block,
-    because every allocation costs host time. Kernels find at least `num_counters` zeros in the tensor "counter".
+    call). `made` are the tensors that it allocates; those that the caller does not `read` share one block, because
+    every allocation costs host time. Those in `copied` the kernels cannot address: a contiguous copy of this dtype is
+    made first, of a canonical tensor. Kernels find at least `num_counters` zeros in the tensor "counter".
 
     Immutable except for the cache of launches by stream and addresses, to which any thread may add.
     """
 
     __slots__ = (
         "_aligned", "_allocate", "_counters", "_filled", "_given", "_index", "_launches", "_made", "_parts",
-        "allocations", "captured", "device", "made", "num_counters",
+        "allocations", "captured", "copied", "device", "made", "num_counters",
     )  # fmt: skip
 
     def __init__(
@@ -138,27 +130,29 @@ class Pass:
         device: DeviceSpec,
         index: int,
         *,
+        read: Collection[str] = (),
+        copied: Mapping[str, torch.dtype] | None = None,
         num_counters: int = 0,
-        unread: Sequence[str] = (),
     ) -> None:
-        """Compile kernels that are not compiled yet."""
+        """Compile kernels that are not compiled yet. An allocation that is None is left out."""
         self._given, self._index, self.device, self.num_counters = given, index, device, num_counters
+        self.copied = copied or {}
         self.allocations = {name: allocation for name, allocation in made.items() if allocation is not None}
-        read = {name: allocation for name, allocation in self.allocations.items() if name not in unread}
-        self.made, self._parts, size = tuple(read), dict[str, tuple[int, Allocation]](), 0
+        self.made = tuple(name for name in self.allocations if name in read)
+        self._parts, size = dict[str, tuple[int, Allocation]](), 0
         for name, allocation in self.allocations.items():
-            if name not in read:
+            if name not in self.made:
                 self._parts[name] = (size, allocation)
                 size += -(-math.prod(allocation.shape) * allocation.dtype.itemsize // STEP) * STEP
-        self._made = [*read.values(), *([Allocation((size,), (1,), torch.uint8)] if self._parts else [])]
+        block = [Allocation((size,), (1,), torch.uint8)] if self._parts else []
+        self._made = [*[self.allocations[name] for name in self.made], *block]
         # The function that inductor's code calls: it skips the dispatcher and takes half of new_empty_strided's time.
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
         self._counters = counters_of(index) if num_counters else None
-        kept = [call for call in calls if 0 not in call.grid]
-        self._launches: tuple[Launch, ...] = _on_device(index, _prepared, kept, device, index)
+        self._launches = _prepared([call for call in calls if 0 not in call.grid], device, index)
         self._aligned = aligned_names(self.calls)
-        self._filled: dict[Places, Sequence[Filled]] = {}
+        self._filled: dict[tuple[int, ...], Sequence[Filled]] = {}
         # A pass that CUDA graphs capture instead, if any: kernels chosen without regard to host time.
         self.captured: Pass | None = None
 
@@ -167,7 +161,7 @@ class Pass:
         """Its kernels, in order."""
         return [launch.call for launch in self._launches]
 
-    def __call__(self, tensors: Sequence[Tensor | None], places: Places | None = None) -> list[Tensor] | None:
+    def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> list[Tensor] | None:
         """The allocated tensors in the order of `made`, followed by workspace that is not the caller's; None if an
         address lacks the alignment that the kernels need.
 
@@ -175,27 +169,28 @@ class Pass:
         """
         index, stream, allocate = self._index, 0, self._allocate
         if index >= 0:
-            if index != _current_device():  # a guard takes microseconds
+            if index != torch._C._cuda_getDevice():  # noqa: SLF001  (a guard takes microseconds)
                 with torch.cuda.device(index):
                     return self(tensors, places)
-            stream = _current_stream(index)
-            if self.captured is not None and _is_capturing():
+            stream = torch._C._cuda_getCurrentRawStream(index)  # noqa: SLF001
+            if self.captured is not None and torch._C._cuda_isCurrentStreamCapturing():  # noqa: SLF001
                 return self.captured(tensors, places)
+        if self.copied:
+            tensors, places = self._copies(tensors), None
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         made = [allocate(shape, strides, dtype) for shape, strides, dtype in self._made]
         used = made if self._counters is None else [*made, self._counters.current(self.num_counters)]
-        everywhere = (stream, *places, *[tensor.data_ptr() for tensor in used])
-        filled = self._filled.get(everywhere)
+        places = (stream, *places, *[tensor.data_ptr() for tensor in used])
+        filled = self._filled.get(places)
         if filled is None:
             addresses = {name: tensor.data_ptr() for name, tensor in self._named(tensors, used).items()}
-            for name, (begin, _) in self._parts.items():
-                addresses[name] = addresses[BLOCK] + begin
+            addresses |= {name: addresses[BLOCK] + begin for name, (begin, _) in self._parts.items()}
             if any(addresses[name] % ALIGNMENT for name in self._aligned):
                 return None
             direct = all(launch.is_direct for launch in self._launches)
             filled = [launch.filled(stream, addresses) for launch in self._launches] if direct else []
-            _remember(self._filled, everywhere, filled)
+            _remember(self._filled, places, filled)
         done = queued(filled)
         if done < len(self._launches):  # the driver refused the others, or hooks must see them
             named = self._named(tensors, used)
@@ -212,6 +207,13 @@ class Pass:
         assert made is not None
         return dict(zip(self.made, made, strict=False))
 
+    def _copies(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        names, whole = zip(self._given, tensors, strict=False), torch.contiguous_format
+        return [
+            t if t is None or name not in self.copied else t.to(self.copied[name], copy=True, memory_format=whole)
+            for name, t in names
+        ]
+
     def _named(self, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> dict[str, Tensor]:
         """All tensors of a call by name: given, allocated, the shared block, and the counters."""
         named = {name: tensor for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None}
@@ -219,58 +221,63 @@ class Pass:
         return named | dict(zip(names, used, strict=True))
 
     def followed_by(
-        self, other: Pass, renamed: Iterable[KernelCall], given: Sequence[str], made: dict[str, Allocation],
-        unread: Sequence[str],
-    ) -> Pass:  # fmt: skip
-        """One pass of these kernels followed by those of another; `given` and `unread` are of both."""
+        self,
+        other: Pass,
+        renamed: Iterable[KernelCall],
+        given: Sequence[str],
+        made: dict[str, Allocation],
+        read: Collection[str],
+    ) -> Pass:
+        """One pass of these kernels followed by those of another; `given` and `read` are of both."""
         counters = max(self.num_counters, other.num_counters)
         calls, made = (*self.calls, *renamed), self.allocations | made
-        return type(self)(calls, given, made, self.device, self._index, num_counters=counters, unread=unread)
+        return type(self)(calls, given, made, self.device, self._index, read=read, num_counters=counters)
 
 
-class Wish(NamedTuple):
-    """What a caller reads: results in its own layout or heads first, and which other tensors (`also`)."""
-
-    in_layout: bool = False
-    also: tuple[str, ...] = ("lse",)
-
-
-# What a backend's own functions read.
-HEADS_FIRST = Wish()
+def bound_to(
+    prepare: Callable[..., Pass], problem: AttentionProblem, tensors: Sequence[Tensor | None], q: Tensor, *wish: Any
+) -> Pass:
+    """The cached pass of a problem for tensors with these strides, alignment and device. See the `*_pass` functions."""
+    return prepare(problem, devices.of(q.device), q.get_device(), raw_views(tensors), *wish)
 
 
-def pass_of(
-    layout: str, calls: Iterable[KernelCall], given: Sequence[str], made: Mapping[str, Allocation | None],
-    device: DeviceSpec, index: int, wish: Wish, *, num_counters: int = 0, kind: type[Pass] = Pass,
-) -> Pass:  # fmt: skip
-    """A pass that allocates what the caller reads; all else that is no result shares one block."""
-    unread = [name for name in made if name not in (*RESULTS, *wish.also)]
-    if wish.in_layout:
-        made = {n: a.in_layout(layout) if a is not None and n in RESULTS else a for n, a in made.items()}
-    return kind(calls, given, made, device, index, num_counters=num_counters, unread=unread)
+def run_described(
+    describe: Callable[[Any, RawViews], Iterable[KernelCall]],
+    names: tuple[str, ...],
+    sizes: Any,
+    tensors: Sequence[Tensor | None],
+) -> None:
+    """Run the calls that `describe` makes of sizes and views; they write into given tensors, the first of which is not
+    None. The pass is cached.
+    """
+    assert tensors[0] is not None
+    _described(describe, names, sizes, raw_views(tensors), tensors[0].device).run(tensors)
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
+def _described(describe: Any, names: tuple[str, ...], sizes: Any, views: RawViews, device: torch.device) -> Pass:
+    index = device.index if device.type == "cuda" else -1
+    return Pass(describe(sizes, views), names, {}, devices.of(device), index)
+
+
+def in_layout(problem: AttentionProblem, made: Mapping[str, Allocation | None]) -> dict[str, Allocation | None]:
+    """What a pass makes, with results in the caller's layout."""
+    if problem.layout != "bshd":
+        return dict(made)
+    results = ("out", "dq", "dk", "dv")
+    return {name: a.swapped() if a is not None and name in results else a for name, a in made.items()}
 
 
 def _prepared(calls: Iterable[KernelCall], device: DeviceSpec, index: int) -> tuple[Launch, ...]:
+    """The launches of calls. Kernels are loaded on the current device, which is made `index`."""
+    if index >= 0 and index != torch._C._cuda_getDevice():  # noqa: SLF001
+        with torch.cuda.device(index):
+            return _prepared(calls, device, index)
     plain = interpreted()
     return tuple(Launch(call, None if plain else compile_call(call, device, index)) for call in calls)
 
 
-# The functions behind torch's own wrappers, which take longer.
-def _current_device() -> int:
-    found: int = torch._C._cuda_getDevice()  # noqa: SLF001
-    return found
-
-
-def _current_stream(index: int) -> int:
-    found: int = torch._C._cuda_getCurrentRawStream(index)  # noqa: SLF001
-    return found
-
-
-def _is_capturing() -> bool:
-    return bool(torch._C._cuda_isCurrentStreamCapturing())  # noqa: SLF001
-
-
-def _remember(known: dict[Places, Sequence[Filled]], places: Places, filled: Sequence[Filled]) -> None:
+def _remember(known: dict[tuple[int, ...], Any], places: tuple[int, ...], filled: Sequence[Filled]) -> None:
     """Cache the launches of a stream and addresses until MAX_FILLED newer ones, of all passes, have been added."""
     known[places] = filled
     order = _order()
@@ -281,14 +288,6 @@ def _remember(known: dict[Places, Sequence[Filled]], places: Places, filled: Seq
 
 
 @functools.cache
-def _order() -> deque[tuple[dict[Places, Any], Places]]:
+def _order() -> deque[tuple[dict[tuple[int, ...], Any], tuple[int, ...]]]:
     """The cached entries of all passes, oldest first; any thread may add."""
     return deque()
-
-
-def _on_device(index: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with CUDA device `index` current, because kernels are loaded there."""
-    if index < 0 or index == _current_device():
-        return function(*args)
-    with torch.cuda.device(index):
-        return function(*args)

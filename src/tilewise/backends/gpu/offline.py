@@ -6,8 +6,7 @@ import torch
 
 from tilewise.backends.gpu.launching import Allocation, View
 from tilewise.problem import AttentionProblem
-
-__all__ = ["operand_views"]
+from tilewise.tiles import TILE, WORDS
 
 
 def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[str, View]:
@@ -27,6 +26,11 @@ def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[st
         views["bias"] = _expanded(problem.bias_shape, scores, problem.bias_dtype or problem.dtype)
     if problem.mask_shape is not None:
         views["mask"] = _expanded(problem.mask_shape, scores, torch.bool)
+    if problem.tiles_shape is not None:
+        whole = (*scores[:2], *problem.tiles_shape[2:])
+        views["tiles"] = _expanded(problem.tiles_shape, whole, torch.int32)
+        views["tile_bits"] = _contiguous((1, WORDS, TILE), torch.int32)
+        views["tile_lists"] = _contiguous((1,), torch.int32)
     if problem.has_alibi:
         views["alibi_slopes"] = _expanded((1, problem.num_heads), scores[:2], torch.float32)
     if problem.has_sinks:

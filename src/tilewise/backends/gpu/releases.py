@@ -15,8 +15,6 @@ import importlib.util
 from importlib import metadata
 from typing import Any
 
-__all__ = ["installed", "is_known", "missing", "outdated", "ptxas"]
-
 # Releases on which all tests ran.
 OLDEST, NEWEST = (3, 6), (3, 9)
 

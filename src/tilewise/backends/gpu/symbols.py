@@ -14,19 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ALIGNMENT",
-    "Address",
-    "Fixed",
-    "KernelCall",
-    "Multiple",
-    "Tile",
-    "addressed_names",
-    "aligned_names",
-    "materialised",
-    "renamed",
-]
-
 # The alignment in bytes that 128-bit vectors, cp.async and TMA need.
 ALIGNMENT = 16
 
@@ -99,11 +86,6 @@ class KernelCall:
         found["enable_fp_fusion"] = self.fused
         found["launch_pdl"] = self.overlaps or None
         return {name: value for name, value in found.items() if value is not None}
-
-
-def addressed_names(calls: Iterable[KernelCall]) -> tuple[str, ...]:
-    """The tensors whose addresses these calls need, each once."""
-    return tuple(dict.fromkeys(address.name for address in _addresses_in(calls)))
 
 
 def aligned_names(calls: Iterable[KernelCall]) -> frozenset[str]:

@@ -24,8 +24,6 @@ from tilewise.lasting import outside_pools
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["failure", "report"]
-
 # The largest relative distance from the reference that passes: several times what rounding to bf16 causes.
 TOLERANCE = 0.02
 
@@ -45,12 +43,12 @@ def failure(backend: Backend) -> str | None:
     return outcomes[backend.name]
 
 
-def report(backend: Backend) -> str:
+def report(name: str) -> str:
     """The compiler and whether it was tested, for `tilewise doctor`; only for a backend that runs here."""
     if releases.is_known():
         return f"triton {releases.installed()}, a release that was tested"
     oldest, newest = (".".join(map(str, release)) for release in (releases.OLDEST, releases.NEWEST))
-    tried = f"{backend.name} kernels were tried against the reference and are right"
+    tried = f"{name} kernels were tried against the reference and are right"
     return f"triton {releases.installed()}, newer than those that were tested ({oldest} to {newest}); {tried}"
 
 

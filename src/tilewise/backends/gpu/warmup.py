@@ -15,12 +15,6 @@ from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-__all__ = [
-    "CacheState",
-    "common_problems",
-    "warmup",
-]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIMS = (64, 128)
 # Kernels are compiled for a group size where query heads share a tile, and always for a page size.
@@ -45,7 +39,7 @@ def warmup(
     backend: str, problems: Iterable[tuple[str, AttentionProblem]], device: DeviceSpec, progress: Progress
 ) -> CacheState:
     """Compile every kernel that these problems run on a device."""
-    calls_of = importlib.import_module(f"tilewise.backends.{backend}.offline").calls_of
+    calls_of = importlib.import_module(f"tilewise.backends.{backend}.launch").calls_of
     wanted: dict[Any, tuple[str, KernelCall]] = {}
     for label, problem in problems:
         for call in calls_of(problem, device):

@@ -6,23 +6,16 @@ bench/results/hopper-decode-choices.csv holds the figures behind the limits of d
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from tilewise.backends.base import Bound, TileShape
+from tilewise.backends.base import TileShape
 from tilewise.backends.gpu import releases, trial
-from tilewise.backends.gpu.lengths import too_long
+from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.device import DeviceSpec
-from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 __all__ = ["BACKEND", "HopperBackend", "decodes"]
 
@@ -45,7 +38,7 @@ PAGE_STEP, DECODE_PAGE_STEP = 64, 8
 FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
 
 
-class HopperBackend:
+class HopperBackend(GpuBackend):
     """Dense and packed attention in fp16 and bf16, forward and backward; paged forward and decoding; dense and packed
     forward in e4m3; decoding from e4m3 pages.
     """
@@ -93,65 +86,6 @@ class HopperBackend:
             return None
         return "of dq differ from run to run: key tiles add to it as they finish; deterministic=True makes them repeat"
 
-    def compiler(self) -> str:
-        """Which compiler is used and whether a trial kernel compiles, for `tilewise doctor`."""
-        return trial.report(self)
-
-    def launch_path(self) -> str:
-        """How kernels are launched, for `tilewise doctor`."""
-        return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
-
-    def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-        """(out, lse); see Backend."""
-        if decodes(problem):
-            out, lse = _module("launch_decode").run_decode(problem, operands)
-        elif problem.fp8:
-            out, lse = _module("launch_fp8").run_fp8_forward(problem, operands)
-        else:
-            out, lse = _module("launch").run_forward(problem, operands)
-        return out, lse
-
-    def backward(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        wanted: Wanted,
-    ) -> Gradients:
-        """The wanted gradients; see Backend."""
-        run = _module("launch_backward").run_backward
-        gradients: Gradients = run(problem, operands, out, lse, dout, dlse, wanted)
-        return gradients
-
-    def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
-        """See Binding."""
-        bound: Bound | None
-        if decodes(problem):
-            bound = _module("launch_decode").bind_decode(problem, operands, want_lse=want_lse)
-        elif problem.fp8:
-            bound = _module("launch_fp8").bind_fp8_forward(problem, operands, want_lse=want_lse)
-        else:
-            bound = _module("launch").bind_forward(problem, operands, want_lse=want_lse)
-        return bound
-
-    def bind_backward(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        wanted: Wanted,
-    ) -> Bound | None:
-        """See Binding."""
-        given = (dout, dlse, out, lse, *operands)
-        bound: Bound | None = _module("launch_backward").bind_backward(problem, given, operands.q, wanted)
-        return bound
-
 
 def decodes(problem: AttentionProblem) -> bool:
     """Whether the decode kernel serves a problem: few query rows, many keys, no gradient."""
@@ -176,7 +110,7 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield "there is nothing to compute (no sequence, no query or no key)"
     if problem.fp8 and not decodes(problem):
         yield from _fp8_refusals(problem)
-    for name in ("alibi", "bias", "mask", "dropout"):
+    for name in ("alibi", "bias", "mask", "tile mask", "dropout"):
         if name in problem.features:
             yield f"{name} is not compiled into these kernels"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -232,11 +166,6 @@ def _paged_refusals(problem: AttentionProblem, page_size: int) -> Iterator[str]:
         yield "one query row a sequence: split-KV decoding serves those"
     if problem.needs_grad:
         yield "paged keys have no gradient in these kernels"
-
-
-@functools.cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"tilewise.backends.hopper.{name}")
 
 
 BACKEND = HopperBackend()

@@ -31,9 +31,13 @@ from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, in_units, load_units
 from tilewise.backends.hopper.finishing import count_done, ring_tile
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.preparing import await_listed, await_prepared, preparer
+from tilewise.backends.hopper.preparing import (
+    await_listed,
+    await_prepared,
+    make_row_tiles,
+    preparer,
+)
 from tilewise.backends.hopper.primitives import anew, barrier_sync, exp2, uniform
-from tilewise.backends.hopper.row_statistics import make_row_tiles
 from tilewise.backends.hopper.schedule import (
     announce,
     first_seeing_tile,
@@ -52,8 +56,6 @@ from tilewise.backends.hopper.schedule import (
     whole_query_tiles,
 )
 from tilewise.backends.hopper.scores import capped, through_cap
-
-__all__ = ["backward_kernel", "backward_step", "load_queries", "make_pipeline", "mask_transposed"]
 
 
 @aggregate

@@ -28,8 +28,6 @@ from tilewise.backends.hopper.channels import start
 from tilewise.backends.hopper.layouts import accumulator_layout, tile_at
 from tilewise.backends.hopper.schedule import place_of, row_tile_of
 
-__all__ = ["Line", "backward_pieces_kernel", "join_pieces_kernel"]
-
 # Strides come in units of 16 bytes, as in backward_rows.py.
 UNIT = tl.constexpr(8)
 # Rows of a tile that a program of join_pieces_kernel sums, and keys of a tile.

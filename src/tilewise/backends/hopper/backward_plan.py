@@ -10,16 +10,14 @@ from typing import NamedTuple
 import torch
 
 from tilewise.backends.gpu.launching import Allocation
-from tilewise.backends.gpu.listing import heads_per_wave, list_size, most_blocks, rows_together
 from tilewise.backends.gpu.symbols import Address
+from tilewise.backends.gpu.work_list import heads_per_wave, list_size, most_blocks, rows_together
 from tilewise.backends.hopper.backward_pieces import Line
 from tilewise.backends.hopper.backward_rows import BOUND_PARTS, NUM_BOUNDS
 from tilewise.backends.hopper.configs import BackwardConfig, backward_config, cuts_last_round
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
-
-__all__ = ["QUERY_BLOCK", "BackwardPlan", "backward_plan"]
 
 # A round: as many tiles as there are CTAs.
 # A wave of heads under a mask: what their tiles stream (Q, dO, dQ; in query_gradient K, V) fits into so much of L2.

@@ -21,8 +21,6 @@ Figures: bench/results/hopper-backward-choices.csv.
 import triton
 import triton.language as tl
 
-__all__ = ["bound_keys_kernel", "finish_queries_kernel", "prepare_rows_kernel"]
-
 LOG2E = tl.constexpr(1.4426950408889634)
 # Strides come in units of 16 bytes, so the compiler knows that rows are aligned without specialising on strides.
 UNIT = tl.constexpr(8)

@@ -44,8 +44,6 @@ from tilewise.backends.hopper.schedule import (
 )
 from tilewise.backends.hopper.scores import capped, through_cap
 
-__all__ = ["backward_wide_kernel"]
-
 # The roles of the consumer warpgroups.
 VALUES = gl.constexpr(0)
 KEYS = gl.constexpr(1)

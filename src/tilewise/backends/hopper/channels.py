@@ -16,8 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewise.backends.gpu.releases import aggregate
 
-__all__ = ["Cursor", "Mailbox", "Ring", "make_mailbox", "make_ring", "start"]
-
 
 @aggregate
 class Cursor:

@@ -9,22 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
-
 from tilewise.problem import AttentionProblem
-
-__all__ = [
-    "BackwardConfig",
-    "ForwardConfig",
-    "ForwardTile",
-    "backward_config",
-    "column_parts",
-    "dq_blocks",
-    "forward_config",
-    "has_left",
-    "has_right",
-    "prepares_ahead",
-]
 
 
 @dataclass(frozen=True)
@@ -37,11 +22,7 @@ class ForwardTile:
     MERGE_KV        K_i and V_{i-1} share a slot, which saves one barrier per tile
     PIN_EXP         the exponentials stay ahead of the wait for P V (primitives.pin)
     IS_LAZY         the softmax reference of a row, and with it O, moves only if scores exceed it by 8 (scores.py)
-    VOTES           lazy, and a thread finds such scores among its own; only a warp that has one exchanges maxima
-    AT_ONCE         skip the row maximum: the reference follows the row sums; overflowed rows are recomputed by again.py
-    MENDS_P         with AT_ONCE: P is rescaled before it is rounded, so that it fits into fp16
     RESCALE_EARLY   O is rescaled between Q K^T and P V
-    SPLIT_SUM       the four threads of a row keep separate sums: no shuffles in the loop
     OUT_IN_Q        O is staged in Q's buffer
     CTAS_PER_SM     2 selects the kernel of forward_quad.py
     PASSES_OVER     a warpgroup releases key tiles unread that only other rows of its CTA see
@@ -55,81 +36,39 @@ class ForwardTile:
     MERGE_KV: bool = False
     PIN_EXP: bool = True
     IS_LAZY: bool = False
-    VOTES: bool = False
-    AT_ONCE: bool = False
-    MENDS_P: bool = False
     RESCALE_EARLY: bool = False
-    SPLIT_SUM: bool = True
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
     PASSES_OVER: bool = False
     TAKES_LATE: bool = False
 
 
-# Rows are named by head_dim and mask. Banded: a causal mask or a window. Full: no mask.
 # Two CTAs an SM. A query block of a short sequence is mostly prologue and epilogue; four warpgroups hide them better
 # than two that overlap more within themselves.
 D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
-# Voting needs a masked first tile, which sets the reference. Only banded problems have one anyway.
-D64_QUAD_BANDED = replace(D64_QUAD, IS_LAZY=True, VOTES=True)
-D64_QUAD_AT_ONCE = replace(D64_QUAD, IS_LAZY=True, AT_ONCE=True)
-D64_QUAD_MENDED = replace(D64_QUAD_AT_ONCE, MENDS_P=True)
-# Three consumers share a slot: the arrivals that merged barriers save outweigh the later start of Q K^T.
-D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, SPLIT_SUM=False)
-# The lazy reference is faster without a mask and slower with one. Split sums are slower here.
-D64_FULL = replace(D64_BANDED, IS_LAZY=True)
-D64_AT_ONCE = replace(D64_FULL, AT_ONCE=True, PIN_EXP=True, SPLIT_SUM=True)
-D64_MENDED = replace(D64_AT_ONCE, MENDS_P=True)
-# Pinned exponentials would spill in the loops of a banded problem.
-D64_BANDED_AT_ONCE = replace(D64_AT_ONCE, PIN_EXP=False)
+# Three consumers share a slot: the arrivals that merged barriers save outweigh the later start of Q K^T. Pinned
+# exponentials would spill.
+D64 = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
 # On average, a warpgroup sees nothing of a third of the masked tiles.
-D64_CAUSAL = replace(D64_BANDED_AT_ONCE, PASSES_OVER=True)
-# Pinned exponentials would be faster here, but spill.
-D64_BANDED_MENDED = replace(D64_BANDED_AT_ONCE, MENDS_P=True)
-D64_CAUSAL_MENDED = replace(D64_CAUSAL, MENDS_P=True)
+D64_CAUSAL = replace(D64, PASSES_OVER=True)
 # With two consumers, separate barriers win: Q K^T can start before V arrives.
-D128_BANDED = ForwardTile()
-# Lazy and early rescaling is faster without a mask, and slower under a long causal one.
-D128_FULL = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
-D128_AT_ONCE = ForwardTile(IS_LAZY=True, AT_ONCE=True)
-# Also used for bf16 without a mask, where it is faster than D128_AT_ONCE.
-D128_MENDED = replace(D128_AT_ONCE, MENDS_P=True)
+D128 = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
 # Two column parts of 128 + 64 instead of padding to 256.
-D192 = ForwardTile(
-    BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True, VOTES=True
-)
-# For both dtypes: rescaling P costs bf16 nothing here.
-D192_MENDED = replace(D192, VOTES=False, AT_ONCE=True, MENDS_P=True, PIN_EXP=True)
-D192_CAUSAL_MENDED = replace(D192_MENDED, PASSES_OVER=True)
+D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, OUT_IN_Q=True, IS_LAZY=True)
+D192_CAUSAL = replace(D192, PASSES_OVER=True)
 # O takes 128 registers of a thread, so the key tile is halved.
 D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True)
 # Causal tiles differ much in work. A CTA that took its next tile early would hold it while other CTAs are idle.
 D256_CAUSAL = replace(D256, PASSES_OVER=True, TAKES_LATE=True)
-# fp16 ends at 2^16: the rows that replace those of bf16.
-HALVES = {
-    D64_QUAD_AT_ONCE: D64_QUAD_MENDED,
-    D64_AT_ONCE: D64_MENDED,
-    D64_BANDED_AT_ONCE: D64_BANDED_MENDED,
-    D64_CAUSAL: D64_CAUSAL_MENDED,
-    D128_AT_ONCE: D128_MENDED,
-}
 
-# head_dim 64: up to so many keys, four warpgroups on an SM (D64_QUAD*) beat three that overlap more within themselves.
-QUAD_BANDED_SEQLEN_K, QUAD_SEQLEN_K, QUAD_AT_ONCE_SEQLEN_K = 4096, 1024, 2048
+# head_dim 64: up to so many keys, four warpgroups on an SM (D64_QUAD) beat three that overlap more within themselves.
+# Banded: a causal mask or a window.
+QUAD_BANDED_SEQLEN_K, QUAD_SEQLEN_K = 4096, 1024
 # And up to so many query rows, because too much of a tile of 192 rows would be empty or masked. Of packed sequences the
 # mean counts.
-QUAD_BANDED_ROWS, QUAD_ROWS, QUAD_PACKED_ROWS = 2048, 512, 2048
-# From so many keys on, AT_ONCE saves more than it adds: a test at the end of every query block, and the kernel that
-# searches for overflowed rows. By (width, banded). At 256 columns it never does.
-AT_ONCE_KEYS = {
-    (64, False): 512, (64, True): 512, (128, False): 2048, (128, True): 1024, (192, False): 1024, (192, True): 2048,
-}  # fmt: skip
-# The same for packed sequences: their mean number of keys. 192 columns with a mask were not timed.
-AT_ONCE_PACKED_KEYS = {(64, False): 512, (64, True): 512, (128, False): 1024, (128, True): 1024, (192, False): 1024}
-# The same for windows (head_dim 64): keys of the window.
-AT_ONCE_WINDOW = 512
-# From this scale on, ordinary q and k may give scores above 2^31. EXACT makes them right, but costs a few per cent
-# where references are maxima, so smaller scales do without it.
+QUAD_BANDED_ROWS, QUAD_ROWS = 2048, 512
+# From this scale on, ordinary q and k may give scores above 2^31. EXACT makes them right, but costs a few per cent,
+# so smaller scales do without it.
 LARGE_SCALE = 1024.0
 # dK and dV of wider heads do not fit into the registers of one warpgroup.
 MAX_NARROW_HEAD_DIM = 128
@@ -399,62 +338,25 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         IS_PAGED=problem.page_size is not None,
         PAGE_SIZE=problem.page_size or 0,
         CHUNK=math.gcd(problem.page_size or 0, tile.BLOCK_N),
-        EXACT=_is_exact(problem, tile),
+        EXACT=problem.scale >= LARGE_SCALE and problem.softcap is None,
     )
 
 
-def _is_exact(problem: AttentionProblem, tile: ForwardTile) -> bool:
-    """Whether the scale may give scores that need EXACT; AT_ONCE and VOTES handle large scores by themselves."""
-    return problem.scale >= LARGE_SCALE and problem.softcap is None and not (tile.AT_ONCE or tile.VOTES)
-
-
-def _at_once(problem: AttentionProblem, keys: int, width: int) -> bool:
-    """Whether the problem skips the row maximum (AT_ONCE): the kernels can do it, again.py can recompute its rows, and
-    it measured faster.
-
-    Not for pages. With a left window edge only at head_dim 64: it gains nothing at 128.
-    """
-    left, right = problem.band
-    if has_left(problem):
-        assert left is not None
-        keys = min(keys, left + 1 + (right or 0))
-    windowed = (has_left(problem) and width != 64) or (has_right(problem) and right != 0)
-    plain = problem.page_size is None and problem.softcap is None and not windowed
-    fits = problem.head_dim == problem.head_dim_v == width
-    banded, packed = has_right(problem) or has_left(problem), problem.kind != "dense"
-    least = (AT_ONCE_PACKED_KEYS if packed else AT_ONCE_KEYS).get((width, banded), math.inf)
-    return plain and fits and keys >= (max(least, AT_ONCE_WINDOW) if has_left(problem) else least)
-
-
 def _forward_tile(problem: AttentionProblem) -> ForwardTile:
-    tile = _wide_tile(problem)
-    return HALVES.get(tile, tile) if problem.dtype == torch.float16 else tile
-
-
-def _wide_tile(problem: AttentionProblem) -> ForwardTile:
-    """The row for P in bf16; fp16 may replace it (HALVES)."""
     width = max(sum(column_parts(problem.head_dim)), sum(column_parts(problem.head_dim_v)))
     banded = has_right(problem) or has_left(problem)
     packed = problem.kind != "dense"
     plain_causal = has_right(problem) and problem.band == (None, 0) and not packed
-    rows = problem.total_q // problem.batch if packed else problem.seqlen_q
-    at_once = _at_once(problem, problem.total_k // problem.batch if packed else problem.seqlen_k, width)
     if width == 64:
-        most_keys, most_rows = QUAD_BANDED_SEQLEN_K, QUAD_BANDED_ROWS
-        if not banded:
-            most_keys = QUAD_AT_ONCE_SEQLEN_K if at_once else QUAD_SEQLEN_K
-            most_rows = QUAD_PACKED_ROWS if at_once and packed else QUAD_ROWS
+        rows = problem.total_q // problem.batch if packed else problem.seqlen_q
+        most_keys, most_rows = (QUAD_BANDED_SEQLEN_K, QUAD_BANDED_ROWS) if banded else (QUAD_SEQLEN_K, QUAD_ROWS)
         # Softcap and left edges would spill: three warpgroups have 160 registers a thread.
         crowded = problem.softcap is not None or has_left(problem)
         if crowded or rows <= most_rows or (not packed and problem.seqlen_k <= most_keys):
-            return D64_QUAD_AT_ONCE if at_once else D64_QUAD_BANDED if banded else D64_QUAD
-        if banded:
-            return (D64_CAUSAL if plain_causal else D64_BANDED_AT_ONCE) if at_once else D64_BANDED
-        return D64_AT_ONCE if at_once else D64_FULL
+            return D64_QUAD
+        return D64_CAUSAL if plain_causal else D64
     if width == 128:
-        if at_once:
-            return D128_AT_ONCE if banded else D128_MENDED
-        return D128_BANDED if banded else D128_FULL
+        return D128
     if width == 192:
-        return (D192_CAUSAL_MENDED if plain_causal else D192_MENDED) if at_once else D192
+        return D192_CAUSAL if plain_causal else D192
     return D256_CAUSAL if plain_causal else D256

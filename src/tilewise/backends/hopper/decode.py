@@ -11,11 +11,19 @@ LANES == 2 (e4m3 pages): two such pairs in a CTA, each with its own rings and sh
 An item whose tiles all lie in one share is finished there. For other items every share writes a part (unnormalised O,
 maximum, sum) into the workspace, and the CTA that arrives last merges the parts in key order. So results repeat.
 
+e4m3 pages: tiles become fp16 left operands, from shared memory to registers with wide loads and no shuffles. wgmma
+expects a thread's elements of a left operand far apart, but wide loads give adjacent e4m3 bytes. The order of summed
+columns does not matter, and permuted rows of a result can be restored when they are stored. So a thread reads adjacent
+bytes and treats them as the elements that wgmma expects of it:
+  K   (keys x columns)  16 bytes of a row are the thread's columns of four wgmmas; Q's columns are permuted to match
+  V^T (columns x keys)  2 adjacent bytes for every 64 columns are the thread's rows of the operand, hence of O^T
+e4m3 is exact in fp16, and one instruction converts two numbers (for bf16 it would take three).
+
 Figures: bench/results/hopper-decode-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc,assignment"
+# mypy: disable-error-code="assignment, misc, no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806, RET505
 
 from triton.experimental import gluon
@@ -24,8 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.backends.gpu.releases import aggregate, async_load, barrier
 from tilewise.backends.hopper.channels import Ring, make_ring, start
-from tilewise.backends.hopper.decode_fp8 import keys_operand, power_of_two, query_column, values_operand
-from tilewise.backends.hopper.decode_parts import merge_parts, place_rows, store_item, store_part
 from tilewise.backends.hopper.decode_schedule import (
     advance,
     ask,
@@ -36,11 +42,9 @@ from tilewise.backends.hopper.decode_schedule import (
     program_of,
     spans_of,
 )
-from tilewise.backends.hopper.layouts import accumulator_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, exp2, log2
-from tilewise.backends.hopper.scores import capped
-
-__all__ = ["decode_kernel"]
+from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
+from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, log2
+from tilewise.backends.hopper.scores import capped, sink_weight
 
 # Page ids that the producer reads speculatively, one per lane of its warp.
 PAGES_AHEAD = gl.constexpr(32)
@@ -441,3 +445,185 @@ def decode_kernel(
             (producer, (k_desc, v_desc, lengths, paging, sizes, pipe, 0, C)),
             (producer, (k_desc, v_desc, lengths, paging, sizes, other, 1, C)),
         ], [4, 1, 1], [C.CONSUMER_REGS, C.PRODUCER_REGS, C.PRODUCER_REGS])  # fmt: skip
+
+
+@gluon.constexpr_function
+def _powers(first, stop):
+    """first, 2 * first ... below stop."""
+    found = []
+    while first < stop:
+        found.append(first)
+        first *= 2
+    return found
+
+
+@gluon.constexpr_function
+def _key_layout(rows, columns):
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]]
+    registers += [[0, c] for c in _powers(64, columns)] + [[r, 0] for r in _powers(64, rows)]
+    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
+
+
+@gluon.constexpr_function
+def _value_layout(rows, columns):
+    side = columns // 32  # adjacent bytes of a row that a thread reads: 2 for every 64 columns
+    registers = [[0, c] for c in _powers(1, side)] + [[1, 0], [8, 0]] + [[r, 0] for r in _powers(16, rows)]
+    lanes = [[2, 0], [4, 0], [0, side], [0, 2 * side], [0, 4 * side]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 8 * side], [0, 16 * side]], [], [rows, columns])
+
+
+@gluon.jit
+def keys_operand(smem, C: gl.constexpr):
+    """K (keys x columns) in fp16, its columns in the order of `query_column`."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    D: gl.constexpr = C.D
+    k = smem.load(_key_layout(BLOCK_N, D)).to(gl.float16)
+    k = gl.permute(gl.reshape(k, [BLOCK_N, D // 64, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
+    return gl.convert_layout(gl.reshape(k, [BLOCK_N, D]), left_operand_layout(accumulator_layout(C.ROWS)))
+
+
+@gluon.jit
+def query_column(position, C: gl.constexpr):
+    """Which column of Q belongs at a position, so that it meets the same column of K."""
+    if C.IS_FP8:
+        within = (position & 1) + (position >> 3 & 1) * 2 + (position >> 4 & 3) * 4 + (position >> 1 & 3) * 16
+        return within + (position >> 6) * 64
+    else:
+        return position
+
+
+@gluon.jit
+def values_operand(smem, C: gl.constexpr):
+    """V^T (columns x keys) in fp16, its rows in the order of `value_column`."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    DV: gl.constexpr = C.DV
+    v = smem.load(_value_layout(BLOCK_N, DV)).to(gl.float16)
+    v = gl.reshape(gl.permute(v, [1, 0]), [4, 8, DV // 64, 2, BLOCK_N])
+    v = gl.reshape(gl.permute(v, [2, 0, 3, 1, 4]), [DV, BLOCK_N])
+    return gl.convert_layout(v, left_operand_layout(accumulator_layout(C.ROWS)))
+
+
+@gluon.jit
+def value_column(row, C: gl.constexpr):
+    """Which column of V a row of O^T belongs to."""
+    if C.IS_FP8:
+        SIDE: gl.constexpr = C.DV // 32
+        return (row >> 3 & 1) + (row >> 6) * 2 + (row & 7) * SIDE + (row >> 4 & 3) * (8 * SIDE)
+    else:
+        return row
+
+
+@gluon.jit
+def power_of_two(x):
+    """The power of two at or below x >= 0; 1 for 0."""
+    whole = gl.cast(gl.cast(x, gl.int32, bitcast=True) & 0x7F800000, gl.float32, bitcast=True)
+    return gl.where(whole == 0.0, 1.0, whole)
+
+
+@gluon.jit
+def place_rows(rows, batch_idx, q_start, token, head, C: gl.constexpr):
+    """Offsets of the rows of (token, head) in a tensor given as (pointer, stride of a sequence, head, token)."""
+    at = head.to(gl.int64) * rows[2] + token * rows[3]
+    if C.PACKED_ROWS:
+        return at + q_start.to(gl.int64) * rows[3]
+    else:
+        return at + batch_idx.to(gl.int64) * rows[1]
+
+
+@gluon.jit
+def finish(top, total, heads, sinks_ptr, C: gl.constexpr):
+    """(factor that normalises O, lse) of rows from their maximum (log2 units) and sum; rows without keys: 0, -inf."""
+    weight = 1.0
+    if C.HAS_SINKS:
+        sink = gl.load(sinks_ptr + heads).to(gl.float32) * LOG2E
+        new_top = gl.maximum(top, sink)
+        shift = gl.where(new_top == NEG_INF, 0.0, new_top)
+        weight = exp2(top - shift)
+        total = total * weight + sink_weight(sink, shift)
+        top = new_top
+    empty = total == 0.0
+    factor = gl.where(empty, 0.0, weight / gl.where(empty, 1.0, total))
+    lse = gl.where(empty, NEG_INF, (top + gl.log2(gl.where(empty, 1.0, total))) * LN2)
+    return factor, lse
+
+
+@gluon.jit
+def store_item(acc, top, total, out, lse, sinks_ptr, batch_idx, q_start, seqlen_q, head, C: gl.constexpr):
+    """Write the rows of an item that is finished in this share."""
+    LAYOUT: gl.constexpr = accumulator_layout(C.ROWS)
+    rows = gl.arange(0, C.ROWS, gl.SliceLayout(0, LAYOUT))
+    cols = value_column(gl.arange(0, C.DV, gl.SliceLayout(1, LAYOUT)), C)
+    token = rows // C.GROUP_SIZE
+    heads = head * C.GROUP_SIZE + rows % C.GROUP_SIZE
+    ok = token < seqlen_q
+    factor, lse_rows = finish(top, total, heads, sinks_ptr, C)
+    offsets = place_rows(out, batch_idx, q_start, token, heads, C)
+    values = (acc * factor[None, :]).to(out[0].dtype.element_ty)
+    gl.store(out[0] + offsets[None, :] + cols[:, None], values, mask=ok[None, :] & (cols < C.HEAD_DIM_V)[:, None])
+    gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)
+
+
+@gluon.jit
+def store_part(acc, top, total, parts_ptr, stats_ptr, part, C: gl.constexpr):
+    """Store this share's part of an item in the workspace: O row by row, and [maxima | sums]."""
+    LAYOUT: gl.constexpr = accumulator_layout(C.ROWS)
+    rows = gl.arange(0, C.ROWS, gl.SliceLayout(0, LAYOUT))
+    cols = value_column(gl.arange(0, C.DV, gl.SliceLayout(1, LAYOUT)), C)
+    gl.store(parts_ptr + part * (C.ROWS * C.DV) + (rows * C.DV)[None, :] + cols[:, None], acc)
+    gl.store(stats_ptr + part * (2 * C.ROWS) + rows, top)
+    gl.store(stats_ptr + part * (2 * C.ROWS) + C.ROWS + rows, total)
+
+
+@gluon.jit
+def merge_parts(
+    parts_ptr, stats_ptr, first, count, out, lse, sinks_ptr, batch_idx, q_start, seqlen_q, head, C: gl.constexpr
+):
+    """Merge an item's parts and write its rows. The parts come from `count` programs from `first` on: the second part
+    of that program (its share ends inside this item), then the first part of each other one.
+    """
+    ROWS: gl.constexpr = C.MERGED_ROWS
+    DV: gl.constexpr = C.DV
+    PARTS: gl.constexpr = C.MERGED_PARTS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([PARTS, 1, C.DV // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    FLAT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
+    rows = gl.arange(0, ROWS, ROW)
+    cols = gl.arange(0, DV, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    ok = rows // C.GROUP_SIZE < seqlen_q
+    acc = gl.zeros([ROWS, DV], gl.float32, FLAT)
+    top = gl.full([ROWS], NEG_INF, gl.float32, ROW)
+    total = gl.zeros([ROWS], gl.float32, ROW)
+    for begin in range(0, count, PARTS):
+        number = begin + gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+        part = 2 * (first + number) + gl.where(number == 0, 1, 0)
+        there = (number < count)[:, None] & ok[None, :]
+        stats = stats_ptr + (part * (2 * C.ROWS))[:, None] + rows[None, :]
+        tops = gl.load(stats, mask=there, other=NEG_INF, cache_modifier=".cg")
+        totals = gl.load(stats + C.ROWS, mask=there, other=0.0, cache_modifier=".cg")
+        places = (part * (C.ROWS * DV))[:, None] + (rows * DV)[None, :]
+        values = gl.load(
+            parts_ptr + places[:, :, None] + cols[None, None, :], mask=there[:, :, None], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = gl.maximum(top, gl.max(tops, axis=0))
+        shift = gl.where(new_top == NEG_INF, 0.0, new_top)
+        weights = exp2(tops - shift[None, :])
+        alpha = exp2(top - shift)
+        total = total * alpha + gl.sum(totals * weights, axis=0)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, FLAT))[:, None]
+        acc = acc + gl.sum(values * weights[:, :, None], axis=0)
+        top = new_top
+    # The same rows and columns, in the layout of `acc`.
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, FLAT))
+    cols = gl.arange(0, DV, gl.SliceLayout(0, FLAT))
+    top = gl.convert_layout(top, gl.SliceLayout(1, FLAT))
+    total = gl.convert_layout(total, gl.SliceLayout(1, FLAT))
+    token = rows // C.GROUP_SIZE
+    ok = token < seqlen_q
+    heads = head * C.GROUP_SIZE + rows % C.GROUP_SIZE
+    factor, lse_rows = finish(top, total, heads, sinks_ptr, C)
+    offsets = place_rows(out, batch_idx, q_start, token, heads, C)
+    values = (acc * factor[:, None]).to(out[0].dtype.element_ty)
+    gl.store(out[0] + offsets[:, None] + cols[None, :], values, mask=ok[:, None] & (cols < C.HEAD_DIM_V)[None, :])
+    gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)

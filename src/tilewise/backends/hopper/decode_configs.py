@@ -12,8 +12,6 @@ from tilewise.backends.hopper.configs import has_left, has_right
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-__all__ = ["DecodeConfig", "DecodeTile", "decode_config", "num_programs", "tokens_of"]
-
 
 @dataclass(frozen=True)
 class DecodeTile:

@@ -15,19 +15,6 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = [
-    "DecodeSizes",
-    "advance",
-    "ask",
-    "asks_first",
-    "guess",
-    "key_tiles_of",
-    "locate",
-    "program_of",
-    "share_of",
-    "spans_of",
-]
-
 # Sequences whose lengths are summed at a time, across the lanes of a warp. Up to C.FEW sequences are handled one by one
 # in every lane instead.
 SCAN = gl.constexpr(128)

@@ -28,8 +28,6 @@ from tilewise.backends.gpu.releases import reduce_add
 from tilewise.backends.hopper.layouts import accumulator_layout
 from tilewise.backends.hopper.primitives import count_units
 
-__all__ = ["add_block", "from_register_order", "in_register_order", "in_units", "load_units"]
-
 
 @gluon.jit
 def in_register_order(block):

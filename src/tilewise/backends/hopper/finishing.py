@@ -24,10 +24,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.gpu.releases import async_load, barrier, reinterpreted
+from tilewise.backends.hopper.primitives import await_writes, load_acquire, order_copies, publish
 from tilewise.backends.hopper.schedule import place_of
-from tilewise.backends.hopper.signals import await_writes, load_acquire, order_copies, publish
-
-__all__ = ["clear_tile", "count_done", "finish_share", "ring_tile"]
 
 # Elements that two warps clear at a time: 16 bytes a thread.
 PIECE = gl.constexpr(256)

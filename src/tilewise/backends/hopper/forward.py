@@ -26,7 +26,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
-from tilewise.backends.hopper.again import LOST_MARK
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import pin
@@ -54,16 +53,11 @@ from tilewise.backends.hopper.schedule import (
 from tilewise.backends.hopper.scores import (
     capped,
     finish_rows,
-    lost_rows,
     mask_scores,
-    mended,
     no_rows,
     soften,
     whole_rows,
 )
-from tilewise.backends.hopper.signals import let_next_start
-
-__all__ = ["forward_kernel"]
 
 
 @aggregate
@@ -214,8 +208,6 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
         kv_at = kv_at.next()
         if C.IS_VARLEN:
             tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
-    if C.AT_ONCE:
-        let_next_start()
 
 
 # ---- consumer
@@ -287,13 +279,9 @@ def attend(
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     if not MASKED:
-        if C.MENDS_P and C.PIN_EXP:  # its branch also pins the exponentials
-            p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
-        elif C.PIN_EXP:
+        if C.PIN_EXP:
             row_sum = pin(row_sum)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
-        if C.MENDS_P and not C.PIN_EXP:
-            p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
     if C.MERGE_KV:
         pipe.k_ring.release(at)
     else:
@@ -301,13 +289,6 @@ def attend(
     if not C.RESCALE_EARLY:
         acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
     return acc, acc_rest, p, factor, row_ref, row_sum, at
-
-
-@gluon.jit
-def marked(lse, lost):
-    """The lse of rows; overflowed rows get the marker that again.py searches for."""
-    bits = gl.cast(lse, gl.int32, bitcast=True)
-    return gl.cast(gl.where(lost, LOST_MARK, bits), gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -404,17 +385,13 @@ def consumer(
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         if DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        if not C.AT_ONCE:
-            store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
+        store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
         if C.MERGE_KV:
             pipe.k_ring.release(at)
         else:
             pipe.v_ring.release(at)
         at = at.next()
-        if C.AT_ONCE:
-            lost = lost_rows(acc, acc_rest, row_ref, row_sum, sinks_ptr, item, sizes, C)
-            store_lse(marked(lse, lost), lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, acc_rest = scale_output(acc, acc_rest, factor, C)
         store_output(acc, acc_rest, out_desc, WARPGROUP, q_span, head, row, pipe, C)
         if C.OUT_IN_Q:

@@ -26,7 +26,6 @@ from tilewise.backends.hopper.forward import (
     load_keys,
     load_values,
     make_parts,
-    marked,
     store_lse,
     store_output,
 )
@@ -46,16 +45,11 @@ from tilewise.backends.hopper.schedule import (
 from tilewise.backends.hopper.scores import (
     capped,
     finish_rows,
-    lost_rows,
     mask_scores,
-    mended,
     no_rows,
     soften,
     whole_rows,
 )
-from tilewise.backends.hopper.signals import let_next_start
-
-__all__ = ["forward_quad_kernel"]
 
 
 @gluon.jit
@@ -105,8 +99,6 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
             pipe.tiles.leave(turn, tile)
         load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, (last + 1 - count) * BLOCK_N, C)
         at = at.next()
-    if C.AT_ONCE:
-        let_next_start()
 
 
 @gluon.jit
@@ -122,8 +114,6 @@ def attend(
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
-    if C.MENDS_P and not MASKED:
-        p, factor, row_ref, row_sum = mended(p, row_ref, row_sum, C)
     acc, _ = rescale_output(acc, 0, factor, C)
     p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
     acc, _ = issue_output(p_operand, pipe.v_smem, at.slot, acc, 0, C)
@@ -186,8 +176,6 @@ def consumer(
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
-        if C.AT_ONCE:
-            lse = marked(lse, lost_rows(acc, 0, row_ref, row_sum, sinks_ptr, item, sizes, C))
         store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, _ = scale_output(acc, 0, factor, C)
         store_output(acc, 0, out_desc, WARPGROUP, q_span, head, row, pipe, C)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from tilewise.backends.hopper.configs import CONSUMER_REGS, has_left, has_right
 from tilewise.problem import AttentionProblem
 
-__all__ = ["FP8_BLOCK_N", "Fp8Config", "Fp8Tile", "fp8_config"]
-
 # Keys in a tile. They share a scale, and make a row of a tile of transposed values (one 128-byte swizzle atom).
 FP8_BLOCK_N = 128
 

@@ -1,54 +1,54 @@
-"""Launch plans of the forward: from canonical operands to kernel calls.
+"""From canonical operands to kernel calls: the launch plans of the forward, FP8 forward, decoding and backward.
 
-A plan (`ForwardPass`) holds tensor maps, sizes, grid and workspace: everything except addresses. It is made once per
-problem and strides, and cached. Figures: bench/results/hopper-forward-choices.csv.
+A plan is a `Pass`: tensor maps, sizes, grids and workspace, everything except addresses. The `*_pass` functions make
+it once per problem and strides, and cache it. Figures: bench/results/hopper-forward-choices.csv and
+hopper-backward-choices.csv.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import (
-    HEADS_FIRST,
-    MAX_PASSES,
-    Allocation,
-    Pass,
-    RawViews,
-    View,
-    Wish,
-    named_views,
-    pass_of,
-    raw_views,
+from tilewise.backends.gpu import launching
+from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.offline import operand_views
+from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile
+from tilewise.backends.gpu.work_list import (
+    clear_tail_kernel,
+    heads_per_wave,
+    list_allocation,
+    list_call,
+    most_blocks,
+    rows_together,
 )
-from tilewise.backends.gpu.listing import heads_per_wave, list_allocation, list_call, most_blocks, rows_together
-from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple, Tile
-from tilewise.backends.gpu.tails import clear_tail_kernel
-from tilewise.backends.hopper.again import ROWS, again_kernel
-from tilewise.backends.hopper.configs import PANEL, ForwardConfig, forward_config, registers
+from tilewise.backends.hopper import backward_rows, decodes
+from tilewise.backends.hopper.backward import backward_kernel
+from tilewise.backends.hopper.backward_pieces import JOINED_ROWS, Line, backward_pieces_kernel, join_pieces_kernel
+from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan
+from tilewise.backends.hopper.backward_wide import backward_wide_kernel
+from tilewise.backends.hopper.configs import PANEL, BackwardConfig, ForwardConfig, dq_blocks, forward_config, registers
+from tilewise.backends.hopper.decode import decode_kernel
+from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
+from tilewise.backends.hopper.decode_schedule import DecodeSizes
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
-from tilewise.backends.hopper.fp8_configs import Fp8Config
+from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
+from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel, transpose_values_kernel
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
+from tilewise.backends.hopper.preparing import Ahead
+from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
-from tilewise.operands import Operands
+from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
-
-__all__ = [
-    "ForwardPass", "addressable", "bind_forward", "bind_pass", "clear_tail_call", "contiguous", "describe",
-    "describe_flat", "forward_calls", "forward_pass", "index_address", "listing_call", "packed_rows", "page_rows",
-    "prepared", "result_allocations", "rows_allocation", "run_forward", "run_pass", "shapes_of", "sizes_of",
-    "unaddressable", "work_allocation",
-]  # fmt: skip
 
 GLUON_DTYPES = {
     torch.float16: gl.float16,
@@ -57,6 +57,8 @@ GLUON_DTYPES = {
     torch.int32: gl.int32,
     torch.float8_e4m3fn: gl.float8e4nv,
 }
+# The tile counter of a persistent kernel, or the arrival counters of decoding.
+COUNTER = Address("counter", torch.int32, aligned=False)
 # TMA needs addresses and strides that are multiples of this.
 TMA_BYTES = 16
 # The extra dimensions of a packed descriptor (layouts.tile_at): every coordinate is in bounds, and 2^30 steps of 2^34
@@ -64,42 +66,188 @@ TMA_BYTES = 16
 PACKED_EXTENT, PACKED_ROWS, PACKED_STRIDE = 0x7FFF0000, 1 << 30, 1 << 34
 # A wave of heads under a mask: their K and V fit into this much of the 50 MiB of L2, and there are at most so many.
 L2_BYTES, MAX_WAVE_ITEMS = 48 << 20, 64
-# Programs per SM that recompute overflowed rows. More would cost calls without overflow.
-AGAIN_PROGRAMS = 2
 # Programs that clear packed rows past the last sequence.
 TAIL_PROGRAMS = 132
+# Contiguous bytes of a row in a swizzled tile: the width of the boxes that decoding fetches from a page.
+PANEL_BYTES = 128
+# Bytes that the transposition of V in the FP8 forward moves at a time.
+E4M3, FP8_WORD = torch.float8_e4m3fn, 4
+# The kernels of backward_rows take strides in units of 16 bytes, 8 elements.
+STRIDE_UNIT = 8
+# Keys that a program of bound_keys_kernel reads at a time: fastest for short sequences, where its time weighs most.
+BOUND_BLOCK_N = 16
+# A window edge that hides nothing: larger than any number of keys.
+NO_EDGE = 1 << 30
 
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    return run_pass(forward_pass, problem, operands)
+    made = bind_forward(problem, operands, want_lse=True).run(operands)
+    return launching.heads_first(problem, made["out"]), made["lse"]
 
 
-def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
+def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass:
     """See Binding."""
-    return bind_pass(forward_pass, problem, operands, want_lse=want_lse)
+    prepare = decode_pass if decodes(problem) else fp8_pass if problem.fp8 else forward_pass
+    return launching.bound_to(prepare, problem, operands, operands.q, want_lse)
+
+
+def run_backward(
+    problem: AttentionProblem,
+    operands: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wanted: Wanted,
+) -> Gradients:
+    """The wanted gradients of canonical operands."""
+    given = (dout, dlse, out, lse, *operands)
+    made = bind_backward(problem, given, operands.q, wanted).run(given)
+    dq, dk, dv = (launching.heads_first(problem, made[name]) if name in made else None for name in ("dq", "dk", "dv"))
+    dsinks = None
+    if wanted.dsinks and operands.sinks is not None:
+        plan = backward_plan(problem, devices.of(operands.q.device))
+        dsinks = _sink_gradient(plan, operands.sinks, made["workspace"])
+    return Gradients(dq, dk if wanted.dk else None, dv if wanted.dv else None, None, dsinks)
+
+
+def bind_backward(problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted) -> Pass:
+    """See Binding; `given` in the order of BACKWARD_GIVEN. With `wanted.dsinks` the pass makes the workspace too, from
+    which `run_backward` computes that gradient.
+    """
+    return launching.bound_to(backward_pass, problem, given, q, wanted.dq, wanted.dsinks)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
 def forward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish = HEADS_FIRST
-) -> ForwardPass:
-    """The launch plan of a problem with these strides, cached."""
-    views, made = named_views(Operands._fields, raw), result_allocations(problem)
-    copies = unaddressable(problem, views, ("q", "k", "v"))
-    calls = [] if copies else forward_calls(problem, device, views | {name: a.view for name, a in made.items()})
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
+) -> Pass:
+    """The launch plan of a forward with these strides."""
+    views, copied = _addressed(problem, raw, ("q", "k", "v"))
+    made = result_allocations(problem)
     work = work_allocation(problem, forward_config(problem), problem.dtype.itemsize)
-    return prepared(copies, problem, made | {"work": work}, calls, device, index, wish)
+    calls = forward_calls(problem, device, views | _views(made))
+    return _pass(problem, calls, made | {"work": work}, device, index, want_lse, copied)
 
 
-def unaddressable(problem: AttentionProblem, views: dict[str, View], names: Sequence[str]) -> list[str]:
-    """The operands that must be copied: those that TMA cannot address, and a block table without contiguous rows."""
-    shapes = shapes_of(problem)
+@functools.lru_cache(maxsize=MAX_PASSES)
+def fp8_pass(
+    problem: AttentionProblem,
+    device: DeviceSpec,
+    index: int,
+    raw: RawViews,
+    want_lse: bool = True,
+    tile: Fp8Tile | None = None,
+) -> Pass:
+    """The launch plan of a forward in e4m3 with these strides; `tile` replaces the table's choice."""
+    views, copied = _addressed(problem, raw, ("q", "k", "v"))
+    made = fp8_allocations(problem)
+    work = work_allocation(problem, fp8_config(problem, tile), itemsize=1)
+    calls = fp8_calls(problem, device, views | _views(made), tile)
+    return _pass(problem, calls, made | {"work": work}, device, index, want_lse, copied)
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
+def decode_pass(
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
+) -> Pass:
+    """The launch plan of decoding with these strides."""
+    views, copied = _addressed(problem, raw, ("k", "v"))
+    made = result_allocations(problem)
+    config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
+    parts = sum(part_sizes(config, num_programs(problem, config, device)))
+    calls = decode_calls(problem, device, views | _views(made))
+    room = made | {"workspace": Allocation.contiguous((parts,), torch.float32)}
+    return _pass(problem, calls, room, device, index, want_lse, copied, problem.batch * problem.num_kv_heads)
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
+def backward_pass(
+    problem: AttentionProblem,
+    device: DeviceSpec,
+    index: int,
+    raw: RawViews,
+    want_dq: bool,
+    want_workspace: bool = False,
+) -> Pass:
+    """The launch plan of a backward with these strides."""
+    views, shapes = named_views(BACKWARD_GIVEN, raw), shapes_of(problem)
+    shapes["out"] = shapes["dout"] = (*shapes["q"][:-1], problem.head_dim_v)
+    copied = {name: problem.dtype for name, shape in shapes.items() if not addressable(views[name], shape)}
+    views |= {name: Allocation.contiguous(shapes[name], problem.dtype).view for name in copied}
+    rows = Allocation.contiguous(problem.lse_shape, torch.float32)
+    for name in ("lse", "dlse"):
+        if name in views and not _is_plain(views[name], rows):
+            copied[name] = torch.float32
+    made = gradient_allocations(problem)
+    if not want_dq:
+        del made["dq"]
+    plan = backward_plan(problem, device)
+    calls = list(backward_calls(plan, views | _views(made)))
+    read = (*made, *(["workspace"] if want_workspace else []))
+    room = launching.in_layout(problem, made) | {"workspace": plan.workspace}
+    return Pass(calls, BACKWARD_GIVEN, room, device, index, read=read, copied=copied, num_counters=1)
+
+
+def _pass(
+    problem: AttentionProblem,
+    calls: Sequence[KernelCall],
+    made: Mapping[str, Allocation | None],
+    device: DeviceSpec,
+    index: int,
+    want_lse: bool,
+    copied: Mapping[str, torch.dtype],
+    num_counters: int = 1,
+) -> Pass:
+    read, made = ("out", "lse") if want_lse else ("out",), launching.in_layout(problem, made)
+    fields = Operands._fields
+    return Pass(calls, fields, made, device, index, read=read, copied=copied, num_counters=num_counters)
+
+
+def _views(made: Mapping[str, Allocation]) -> dict[str, View]:
+    return {name: allocation.view for name, allocation in made.items()}
+
+
+def _is_plain(view: View, like: Allocation) -> bool:
+    """Whether a tensor lies contiguously in fp32."""
+    sides = zip(like.shape, view.strides, like.strides, strict=True)
+    return view.dtype == torch.float32 and all(size == 1 or stride == wanted for size, stride, wanted in sides)
+
+
+def _addressed(
+    problem: AttentionProblem, raw: RawViews, names: Sequence[str]
+) -> tuple[dict[str, View], dict[str, torch.dtype]]:
+    """The views of the operands, and which are copied first because TMA cannot address them (those in `names`), or
+    because the kernels assume adjacent elements (rows of the block table, sinks).
+    """
+    views, shapes = named_views(Operands._fields, raw), shapes_of(problem)
     rows = {name: packed_rows(problem, name, views[name]) for name in names}
-    found = [name for name in names if not addressable(rows[name], shapes[name], shared=True)]
-    if "block_table" in views and views["block_table"].strides[1] != 1:
-        found.append("block_table")
-    return found
+    copied = [name for name in names if not addressable(rows[name], shapes[name], shared=True)]
+    copied += [name for name in ("block_table", "sinks") if name in views and views[name].strides[-1] != 1]
+    if copied:
+        whole = operand_views(problem, packed_queries="cu_seqlens_q" in views)
+        views |= {name: whole[name]._replace(dtype=views[name].dtype) for name in copied}
+    return views, {name: views[name].dtype for name in copied}
+
+
+def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConfig | None = None) -> list[KernelCall]:
+    """The kernel calls of a problem with contiguous operands, for compiling ahead of time: forward, and backward if the
+    problem needs gradients. `config` replaces the backward's configuration.
+    """
+    decoding = decodes(problem)
+    views = operand_views(problem, packed_queries=problem.seqlen_q > 1 or not decoding)
+    views |= _views(result_allocations(problem))
+    if decoding:
+        return decode_calls(problem, device, views)
+    if problem.fp8:
+        return fp8_calls(problem, device, views | _views(fp8_allocations(problem)))
+    calls = forward_calls(problem, device, views)
+    if problem.needs_grad:
+        views |= {"dout": views["out"]} | _views(gradient_allocations(problem))
+        plan = backward_plan(problem, device)
+        calls += backward_calls(plan if config is None else plan._replace(config=config), views)
+    return calls
 
 
 def work_allocation(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Allocation | None:
@@ -109,7 +257,9 @@ def work_allocation(problem: AttentionProblem, config: ForwardConfig | Fp8Config
 
 def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
     """The tensors that the forward allocates: out and lse."""
-    out = rows_allocation(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
+    out = Allocation.rows(
+        problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v, problem.dtype
+    )
     return {"out": out, "lse": Allocation.contiguous(problem.lse_shape, torch.float32)}
 
 
@@ -125,16 +275,16 @@ def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
-    """All kernels in order: list the packed blocks, compute, recompute overflowed rows (AT_ONCE)."""
+    """All kernels in order: list the packed blocks, compute."""
     config = forward_config(problem)
     sizes = sizes_of(problem, config, problem.dtype.itemsize)
     work = Address("work", torch.int32) if config.IS_VARLEN else None
     arguments = _descriptors(problem, config, views) | {
         "lse_ptr": Address("lse", torch.float32),
-        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
-        "counter_ptr": Address("counter", torch.int32, aligned=False),
+        "sinks_ptr": single_address(views, "sinks"),
+        "counter_ptr": COUNTER,
         "work_ptr": work,
-        "block_table": index_address(views, "block_table"),
+        "block_table": single_address(views, "block_table"),
         "table_stride": views["block_table"].strides[0] if config.IS_PAGED else None,
         "k_page_rows": page_rows(problem, views["k"]) if config.IS_PAGED else None,
         "v_page_rows": page_rows(problem, views["v"]) if config.IS_PAGED else None,
@@ -151,47 +301,7 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         max_registers=None if ctas == 1 else registers(config.NUM_WARPGROUPS, ctas)[0],
     )
     listing = [] if work is None else [listing_call(problem, config, sizes, problem.dtype.itemsize)]
-    return [*listing, call, *([_again_call(problem, config, sizes, device, views)] if config.AT_ONCE else [])]
-
-
-def _again_call(
-    problem: AttentionProblem, config: ForwardConfig, sizes: Sizes, device: DeviceSpec, views: dict[str, View]
-) -> KernelCall:
-    """Recompute the rows that the forward has marked in lse as overflowed."""
-    names = ("q", "k", "v", "out")
-    lse_rows = math.prod(problem.lse_shape)
-    widths = (problem.head_dim, problem.head_dim_v)
-    columns = [1 << (width - 1).bit_length() for width in widths]
-    arguments = {
-        **{f"{name}_ptr": Address(name, views[name].dtype) for name in names},
-        "lse_ptr": Address("lse", torch.float32),
-        "marks_ptr": Address("lse", torch.int32),
-        "sinks_ptr": Address("sinks", views["sinks"].dtype, aligned=False) if "sinks" in views else None,
-        "cu_seqlens_q": index_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": index_address(views, "cu_seqlens_k"),
-        **{f"{name}_strides": _row_strides(problem, views[name]) for name in names},
-        "widths": tuple(Multiple(width, 8) for width in widths),
-        "batch": problem.batch,
-        "num_rows": problem.lse_shape[-1],
-        "lse_rows": lse_rows,
-        "scale_log2": problem.scale * LOG2E,
-        "sizes": sizes,
-        "COLUMNS": columns[0],
-        "COLUMNS_V": columns[1],
-        "IS_VARLEN": config.IS_VARLEN,
-        "HAS_LEFT": config.HAS_LEFT,
-        "HAS_RIGHT": config.HAS_RIGHT,
-    }
-    programs = min(-(-lse_rows // int(ROWS)), AGAIN_PROGRAMS * device.num_sms)
-    return KernelCall(again_kernel, (programs, 1, 1), arguments, num_stages=2, overlaps=True)
-
-
-def _row_strides(problem: AttentionProblem, view: View) -> tuple[Multiple, ...]:
-    """(batch, head, row) strides. All are multiples of 16 bytes, because TMA addresses the same rows."""
-    batch, head, row = view.strides[:3] if problem.kind == "dense" else (0, view.strides[1], view.strides[0])
-    step = ALIGNMENT // view.dtype.itemsize
-    # The stride of a dimension of size 1 may be anything; it is multiplied by 0.
-    return tuple(Multiple(stride // step * step, step, wide=True) for stride in (batch, head, row))
+    return [*listing, call]
 
 
 def listing_call(
@@ -285,80 +395,23 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
     return found
 
 
-def index_address(views: dict[str, View], name: str) -> Address | None:
-    """The address of an int32 operand (sequence lengths, block table); None if the problem has none."""
-    return Address(name, torch.int32, aligned=False) if name in views else None
+def single_address(views: dict[str, View], name: str) -> Address | None:
+    """A tensor that is read one element at a time (sinks, lengths, block table); None if the problem has none."""
+    return Address(name, views[name].dtype, aligned=False) if name in views else None
 
 
-def clear_tail_call(
-    name: str, shape: tuple[int, int, int], problem: AttentionProblem, cu_seqlens: str, *, with_lse: bool
-) -> KernelCall:
-    """Zero the packed rows of tensor `name` past the last sequence and set their lse, because no tile covers them."""
-    total, heads, width = shape
+def _clear_tail_call(problem: AttentionProblem) -> KernelCall:
+    """Zero the packed rows of out past the last sequence and set their lse, because no tile covers them."""
     arguments = {
-        "rows_ptr": Address(name, problem.dtype, aligned=False),
-        "lse_ptr": Address("lse", torch.float32, aligned=False) if with_lse else None,
-        "cu_seqlens": Address(cu_seqlens, torch.int32, aligned=False),
+        "rows_ptr": Address("out", problem.dtype, aligned=False),
+        "lse_ptr": Address("lse", torch.float32, aligned=False),
+        "cu_seqlens": Address("cu_seqlens_q", torch.int32, aligned=False),
         "batch": problem.batch,
-        "total": total,
-        "num_heads": heads,
-        "row_width": heads * width,
+        "total": problem.total_q,
+        "num_heads": problem.num_heads,
+        "row_width": problem.num_heads * problem.head_dim_v,
     }
     return KernelCall(clear_tail_kernel, (TAIL_PROGRAMS, 1, 1), arguments)
-
-
-class ForwardPass(NamedTuple):
-    """A launch plan without addresses. If TMA cannot address some operands, `copies` names them, and there is none."""
-
-    copies: tuple[str, ...]
-    kernels: Pass | None
-
-
-Prepare = Callable[[AttentionProblem, DeviceSpec, int, RawViews, Wish], ForwardPass]
-
-
-def prepared(
-    copies: Sequence[str],
-    problem: AttentionProblem,
-    made: Mapping[str, Allocation | None],
-    calls: Sequence[KernelCall],
-    device: DeviceSpec,
-    index: int,
-    wish: Wish,
-    num_counters: int = 1,
-) -> ForwardPass:
-    """The plan of these calls. `made` are the results and the workspace; the calls' tile counter is "counter"."""
-    if copies:
-        return ForwardPass(tuple(copies), None)
-    kernels = pass_of(
-        problem.layout, calls, Operands._fields, made, device, index, wish, num_counters=num_counters
-    )  # fmt: skip
-    return ForwardPass((), kernels)
-
-
-def run_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """(out, lse) of canonical operands; `prepare` caches its plans."""
-    if operands.sinks is not None:
-        operands = operands._replace(sinks=operands.sinks.contiguous())
-    copies, kernels = _prepared_for(prepare, problem, operands, HEADS_FIRST)
-    if kernels is None:
-        operands = operands._replace(**{name: contiguous(getattr(operands, name)) for name in copies})
-        _, kernels = _prepared_for(prepare, problem, operands, HEADS_FIRST)
-    assert kernels is not None
-    made = kernels.run(operands)
-    return made["out"], made["lse"]
-
-
-def bind_pass(prepare: Prepare, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
-    """The plan for operands with these strides and alignment; None if some must be copied in every call."""
-    if operands.sinks is not None and not operands.sinks.is_contiguous():
-        return None
-    return _prepared_for(prepare, problem, operands, Wish(in_layout=True, also=("lse",) if want_lse else ())).kernels
-
-
-def _prepared_for(prepare: Prepare, problem: AttentionProblem, operands: Operands, wish: Wish) -> ForwardPass:
-    q = operands.q
-    return prepare(problem, devices.of(q.device), q.get_device(), raw_views(operands), wish)
 
 
 def addressable(view: View, shape: tuple[int, ...], *, shared: bool = False) -> bool:
@@ -420,16 +473,476 @@ def describe_flat(address: Address, shape: tuple[int, ...], box: list[int]) -> T
     return Tile(address, shape, strides, tuple(box), smem_layout(box, GLUON_DTYPES[address.dtype]))
 
 
-def rows_allocation(problem: AttentionProblem, heads: int, seqlen: int, total: int, head_dim: int) -> Allocation:
-    """A tensor of token rows: canonical shape, memory order of the problem's layout."""
-    if problem.kind != "dense":
-        return Allocation.contiguous((total, heads, head_dim), problem.dtype)
-    if problem.layout == "bshd":
-        shape = (problem.batch, heads, seqlen, head_dim)
-        return Allocation(shape, (seqlen * heads * head_dim, head_dim, heads * head_dim, 1), problem.dtype)
-    return Allocation.contiguous((problem.batch, heads, seqlen, head_dim), problem.dtype)
+def part_sizes(config: DecodeConfig, programs: int) -> tuple[int, int]:
+    """fp32 words of the workspace for O, and for maxima and sums: two parts a program."""
+    parts = 2 * programs * config.LANES
+    return parts * config.ROWS * config.DV, parts * 2 * config.ROWS
 
 
-def contiguous(tensor: Tensor) -> Tensor:
-    """A copy that TMA can address."""
-    return tensor.clone(memory_format=torch.contiguous_format)
+def decode_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
+    """All kernels in order: clear packed rows past the last sequence, then decode."""
+    config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
+    programs = num_programs(problem, config, device)
+    call = KernelCall(decode_kernel, (programs, 1, 1), decode_arguments(problem, config, programs, views))
+    return [_clear_tail_call(problem), call] if config.PACKED_Q else [call]
+
+
+def decode_arguments(
+    problem: AttentionProblem, config: DecodeConfig, programs: int, views: dict[str, View]
+) -> dict[str, Any]:
+    """The arguments of the decode kernel; `programs` CTAs share the work."""
+    paged = config.IS_PAGED
+    left, right = problem.band
+    return {
+        **{f"{name}_desc": _described(problem, config, name, views[name]) for name in ("k", "v")},
+        **{name: _rows(problem, name, views[name]) for name in ("q", "out", "lse")},
+        "sinks_ptr": single_address(views, "sinks"),
+        "parts_ptr": Address("workspace", torch.float32),
+        "stats_ptr": Address("workspace", torch.float32, offset=4 * part_sizes(config, programs)[0]),
+        "counters_ptr": COUNTER,
+        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": single_address(views, "seqlens_k" if paged else "cu_seqlens_k"),
+        "block_table": single_address(views, "block_table"),
+        "table_stride": views["block_table"].strides[0] if paged else None,
+        "k_page_rows": page_rows(problem, views["k"]) if paged else None,
+        "v_page_rows": page_rows(problem, views["v"]) if paged else None,
+        "k_scale": _scale("k_scale", views),
+        "v_scale": _scale("v_scale", views),
+        "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
+        "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
+        "sizes": DecodeSizes(
+            batch=problem.batch,
+            pace=problem.batch / (programs * config.LANES),
+            num_kv_heads=problem.num_kv_heads,
+            seqlen_q=tokens_of(problem, packed_queries=config.PACKED_Q),
+            seqlen_k=problem.seqlen_k,
+            total_q=problem.total_q,
+            window_left=(left or 0) if config.HAS_LEFT else 0,
+            window_right=(right or 0) if config.HAS_RIGHT else 0,
+        ),
+        "C": config,
+    }
+
+
+def _described(problem: AttentionProblem, config: DecodeConfig, name: str, view: View) -> Any:
+    rows, columns = config.BLOCK_N, config.D if name == "k" else config.DV
+    if config.IS_PAGED:
+        rows, columns = config.CHUNK, min(columns, PANEL_BYTES // config.ITEMSIZE)
+    return describe(name, packed_rows(problem, name, view), shapes_of(problem)[name], rows, columns)
+
+
+def _scale(name: str, views: dict[str, View]) -> tuple[Any, ...] | None:
+    """(address, stride of a page, of a head)."""
+    if name not in views:
+        return None
+    return (Address(name, torch.float32, aligned=False), *views[name].strides[:2])
+
+
+def _rows(problem: AttentionProblem, name: str, view: View) -> tuple[Any, ...]:
+    """(address, stride of a sequence, of a head, of a token).
+
+    The kernel computes token offsets in 32 bits; if they may exceed that, the token stride is passed as 64 bits.
+    """
+    sequence, head, token = 0, view.strides[1], view.strides[0]
+    if problem.kind == "dense":
+        sequence, head, token = view.strides[:3]
+    elif name == "lse":  # (head, token)
+        head, token = view.strides
+    far = problem.seqlen_q * token >= 1 << 31
+    address = Address(name, view.dtype, aligned=view.aligned)
+    return address, sequence, head, Multiple(token, 1, wide=True) if far else token
+
+
+def fp8_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
+    """The tensors that a call allocates: out, lse, and the tiles of V^T."""
+    config = fp8_config(problem)
+    slots = problem.num_kv_heads * _tiles_per_head(problem, config)
+    slots *= 1 if config.IS_VARLEN else problem.batch
+    values = Allocation.contiguous((slots, config.D, config.BLOCK_N), E4M3)
+    return result_allocations(problem) | {"values": values}
+
+
+def fp8_calls(
+    problem: AttentionProblem, device: DeviceSpec, views: dict[str, View], tile: Fp8Tile | None = None
+) -> list[KernelCall]:
+    """All kernels in order: list the packed blocks, transpose V, compute."""
+    config = fp8_config(problem, tile)
+    sizes = sizes_of(problem, config, itemsize=1)
+    tiles_per_head = _tiles_per_head(problem, config)
+    values_shape = fp8_allocations(problem)["values"].shape
+    arguments = _fp8_descriptors(problem, config, views) | {
+        "v_desc": describe_flat(Address("values", E4M3), values_shape, [1, config.D, config.BLOCK_N]),
+        "lse_ptr": Address("lse", torch.float32),
+        "sinks_ptr": single_address(views, "sinks"),
+        **_scales(problem, views),
+        "counter_ptr": COUNTER,
+        "work_ptr": Address("work", torch.int32) if config.IS_VARLEN else None,
+        "tiles_per_head": tiles_per_head,
+        "scale_log2": problem.scale * LOG2E,
+        "sizes": sizes,
+        "C": config,
+    }
+    forward = KernelCall(fp8_forward_kernel, (min(device.num_sms, sizes.num_tiles), 1, 1), arguments)
+    calls = [_transposition(problem, config, views, tiles_per_head), forward]
+    return [listing_call(problem, config, sizes, itemsize=1), *calls] if config.IS_VARLEN else calls
+
+
+def _tiles_per_head(problem: AttentionProblem, config: Fp8Config) -> int:
+    """Tiles of V^T that a head has space for; every packed sequence starts on a tile of its own."""
+    if config.IS_VARLEN:
+        return problem.total_k // config.BLOCK_N + problem.batch
+    return -(-problem.seqlen_k // config.BLOCK_N)
+
+
+def _fp8_descriptors(problem: AttentionProblem, config: Fp8Config, views: dict[str, View]) -> dict[str, Any]:
+    shapes = shapes_of(problem)
+    shapes["out"] = (*shapes["q"][:-1], problem.head_dim_v)
+    rows = {"q": 64, "k": config.BLOCK_N, "out": 64}
+    return {f"{name}_desc": describe(name, views[name], shapes[name], n, config.D) for name, n in rows.items()}
+
+
+def _scales(problem: AttentionProblem, views: dict[str, View]) -> dict[str, tuple[Any, ...]]:
+    """(pointer, strides of batch entry, head, block) of each scale; a stride is 0 where a scale is shared."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name, block in zip(("q_scale", "k_scale", "v_scale"), problem.scale_blocks, strict=True):
+        batch, head, step = views[name].strides
+        found[name] = (Address(name, torch.float32, aligned=False), batch, head, step if block else 0)
+    return found
+
+
+def _transposition(
+    problem: AttentionProblem, config: Fp8Config, views: dict[str, View], tiles_per_head: int
+) -> KernelCall:
+    # The stride of a dimension of size 1 may be anything; it is never used.
+    sides = zip(shapes_of(problem)["v"][:-1], views["v"].strides, strict=False)
+    strides = tuple(
+        Multiple((TMA_BYTES if size == 1 else stride) // FP8_WORD, TMA_BYTES // FP8_WORD) for size, stride in sides
+    )
+    arguments = {
+        "v_ptr": Address("v", torch.int32),
+        "out_ptr": Address("values", torch.int32),
+        "cu_seqlens": single_address(views, "cu_seqlens_k"),
+        "seqlen": problem.seqlen_k,
+        "num_heads": problem.num_kv_heads,
+        "tiles_per_head": tiles_per_head,
+        "v_strides": (0, strides[1], strides[0]) if config.IS_VARLEN else strides,
+        "HEAD_DIM": problem.head_dim_v,
+        "D": config.D,
+        "BLOCK_N": config.BLOCK_N,
+    }
+    grid = (-(-problem.seqlen_k // config.BLOCK_N) * problem.num_kv_heads * problem.batch, 1, 1)
+    return KernelCall(transpose_values_kernel, grid, arguments)
+
+
+def gradient_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
+    """The tensors that the backward allocates: dq, dk and dv."""
+    keys = (problem.num_kv_heads, problem.seqlen_k, problem.total_k)
+    return {
+        "dq": Allocation.rows(
+            problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim, problem.dtype
+        ),
+        "dk": Allocation.rows(problem, *keys, problem.head_dim, problem.dtype),
+        "dv": Allocation.rows(problem, *keys, problem.head_dim_v, problem.dtype),
+    }
+
+
+def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[KernelCall]:
+    """All kernels in order; without a view of dq, not those that only dQ needs."""
+    if plan.config.FIXED_POINT:
+        yield _bound_call(plan, views)
+    if (keys := plan.at("key list")) is not None:
+        yield _list_call(plan, keys, views, of_keys=True)
+    yield _prepare_call(plan, views)
+    yield _key_gradient_call(plan, views)
+    if plan.line is not None:
+        yield _pieces_call(plan, plan.line, views)
+        yield _join_call(plan, plan.line, views)
+    if "dq" not in views or plan.finished_items == plan.key_sizes.num_items:
+        return
+    if (queries := plan.at("query list")) is not None:
+        yield _list_call(plan, queries, views, of_keys=False)
+    yield _query_gradient_call(plan, views) if plan.config.WIDE else _finish_call(plan, views)
+
+
+def _list_call(plan: BackwardPlan, work: Address, views: dict[str, View], *, of_keys: bool) -> KernelCall:
+    """List packed blocks; the call for key blocks also clears gradients of rows past the last sequence."""
+    problem, config = plan.problem, plan.config
+    counts = plan.at("counts")
+    return list_call(
+        problem,
+        work,
+        config.BLOCK_N if of_keys else QUERY_BLOCK,
+        together=plan.together(of_keys=of_keys),
+        of_keys=of_keys,
+        cleared=("dq" if "dq" in views else None, None, "dk", "dv") if of_keys else (None, None, None, None),
+        heads=problem.num_kv_heads if of_keys and not config.WIDE else 1,
+        beside=(counts, plan.front_tiles) if of_keys and counts is not None else None,
+    )
+
+
+def _bound_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """Bound the lengths of K and V rows, for the units of a sum in fixed point."""
+    problem = plan.problem
+    arguments = {
+        "k_ptr": Address("k", problem.dtype),
+        "v_ptr": Address("v", problem.dtype),
+        "bounds_ptr": plan.at("bounds"),
+        "cu_seqlens": single_address(views, "cu_seqlens_k"),
+        "k_strides": _stride_units(views["k"]),
+        "v_strides": _stride_units(views["v"]),
+        "num_heads": problem.num_kv_heads,
+        "seqlen_k": problem.seqlen_k,
+        "batch": problem.batch,
+        "BLOCK_N": BOUND_BLOCK_N,
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": _power_of_two(problem.head_dim),
+        "BLOCK_DV": _power_of_two(problem.head_dim_v),
+        "PACKED": plan.config.IS_VARLEN,
+        "BOUND_KEYS": plan.bound_keys,
+    }
+    grid = (problem.batch * problem.num_kv_heads, int(backward_rows.BOUND_PARTS), 1)
+    if plan.bound_keys:
+        grid = (plan.bound_slots, problem.num_kv_heads, 1)
+    return KernelCall(backward_rows.bound_keys_kernel, grid, arguments)
+
+
+def _power_of_two(width: int) -> int:
+    return 1 << (width - 1).bit_length()
+
+
+def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """Row statistics and zeros for dQ's accumulator: of all heads, or of those that idle warps do not prepare."""
+    problem, config = plan.problem, plan.config
+    front = plan.front_items * problem.group_size
+    stats = front if config.STATS_AHEAD else plan.query_items
+    cleared = plan.ring_items * problem.group_size if config.FINISHES else front
+    items = max(stats, cleared)
+    arguments = {
+        "out_ptr": Address("out", problem.dtype),
+        "dout_ptr": Address("dout", problem.dtype),
+        "lse_ptr": _row_address(views, "lse"),
+        "dlse_ptr": _row_address(views, "dlse"),
+        "stats_ptr": plan.stats,
+        "units_ptr": plan.at("units"),
+        "main_units_ptr": plan.at("main units"),
+        "dq_acc_ptr": plan.at("sums"),
+        "counts_ptr": plan.at("counts"),
+        "bounds_ptr": plan.at("bounds"),
+        "cu_seqlens": single_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": single_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
+        "out_strides": _stride_units(views["out"]),
+        "dout_strides": _stride_units(views["dout"]),
+        "num_heads": problem.num_heads,
+        "group_size": problem.group_size,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "window_left": plan.key_sizes.window_left if config.HAS_LEFT else NO_EDGE,
+        "window_right": plan.key_sizes.window_right if config.HAS_RIGHT else NO_EDGE,
+        "bound_slots": plan.bound_slots,
+        "total_q": problem.total_q,
+        "batch": problem.batch,
+        "num_items": items,
+        "cleared_items": cleared,
+        "stats_items": stats,
+        "num_counts": 0 if config.IS_VARLEN else plan.num_counts,
+        "bound_units": 2.0**plan.bound_bits,
+        "bound_bits": plan.bound_bits,
+        "BLOCK_M": config.BLOCK_M,
+        "HEAD_DIM": problem.head_dim_v,
+        "BLOCK_D": _power_of_two(problem.head_dim_v),
+        "DQ_BLOCKS": dq_blocks(config),
+        "PACKED": config.IS_VARLEN,
+        "BOUND_KEYS": plan.bound_keys,
+    }
+    grid = (items * plan.key_sizes.row_tiles, 1, 1)
+    return KernelCall(backward_rows.prepare_rows_kernel, grid, arguments, overlaps=config.FIXED_POINT)
+
+
+def _tiles(
+    plan: BackwardPlan, views: dict[str, View], rows: dict[str, int], *, in_parts: bool
+) -> dict[str, Tile | None]:
+    """Tensor maps of operands and gradients with `rows` rows a tile; with in_parts also of the second column part."""
+    config, shapes = plan.config, shapes_of(plan.problem)
+    shapes |= {"dq": shapes["q"], "dk": shapes["k"], "dv": shapes["v"]}
+    shapes["out"] = shapes["dout"] = (*shapes["q"][:-1], plan.problem.head_dim_v)
+    found: dict[str, Tile | None] = {}
+    for name, block in rows.items():
+        of_values = name in ("v", "dv", "out", "dout")
+        columns, rest = (config.DV, config.DV_REST) if of_values else (config.D, config.D_REST)
+        found[f"{name}_desc"] = describe(name, views[name], shapes[name], block, columns)
+        if in_parts:
+            found[f"{name}_rest"] = describe(name, views[name], shapes[name], block, rest) if rest else None
+    return found
+
+
+def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """The main kernel: dK, dV and, unless WIDE, the sums of dQ."""
+    config = plan.config
+    queries, keys = config.BLOCK_M, 64
+    rows = {"q": queries, "dout": queries, "k": keys, "v": keys, "dk": keys, "dv": keys}
+    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=config.WIDE) | _shared(plan)
+    arguments |= {
+        "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * config.BLOCK_M]),
+        "counter_ptr": COUNTER,
+        "work_ptr": plan.at("key list"),
+        "sizes": plan.main_sizes,
+    }
+    if config.WIDE:
+        return KernelCall(backward_wide_kernel, plan.key_grid, arguments)
+    return KernelCall(backward_kernel, plan.key_grid, arguments | _sums(plan) | _ahead(plan, views))
+
+
+def _pieces_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> KernelCall:
+    """The last round of tiles, in pieces."""
+    queries, keys = plan.config.BLOCK_M, 64
+    rows = {"q": queries, "dout": queries, "k": keys, "v": keys}
+    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=False) | _shared(plan) | _sums(plan)
+    arguments |= {
+        "stats_desc": describe_flat(plan.stats, (2 * plan.num_rows,), [2 * queries]),
+        "parts_ptr": plan.at("pieces"),
+        "line": line,
+        "sizes": plan.key_sizes,
+    }
+    del arguments["scale"]
+    return KernelCall(backward_pieces_kernel, (line.programs, 1, 1), arguments)
+
+
+def _join_call(plan: BackwardPlan, line: Line, views: dict[str, View]) -> KernelCall:
+    """Sum the pieces: dK and dV of the last round."""
+    problem = plan.problem
+    arguments = {
+        "parts_ptr": plan.at("pieces"),
+        "dk_ptr": Address("dk", problem.dtype),
+        "dv_ptr": Address("dv", problem.dtype),
+        "line": line,
+        "scale": problem.scale,
+        "num_heads": problem.num_kv_heads,
+        "num_blocks": plan.key_sizes.num_blocks,
+        "dk_strides": _stride_units(views["dk"]),
+        "dv_strides": _stride_units(views["dv"]),
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "D": plan.config.D,
+    }
+    grid = (plan.key_sizes.num_tiles - line.first_tile, plan.config.BLOCK_N // int(JOINED_ROWS), 2)
+    return KernelCall(join_pieces_kernel, grid, arguments)
+
+
+def _sums(plan: BackwardPlan) -> dict[str, Any]:
+    """Where dQ is added up."""
+    accumulator, units = plan.at("sums"), plan.at("main units")
+    assert accumulator is not None
+    units_desc = None
+    if units is not None and plan.config.D == 64:
+        units_desc = describe_flat(units, (plan.num_rows // 4, 32), [16, 32])
+    elif units is not None:
+        units_desc = describe_flat(units, (plan.num_rows,), [plan.config.BLOCK_M])
+    return {
+        "dq_desc": describe_flat(accumulator, (plan.sums_rows * plan.sums_width // 32, 32), [128, 32]),
+        "units_desc": units_desc,
+        "units_ptr": plan.at("units") if plan.watches_rows else None,
+    }
+
+
+def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
+    """Arguments of the preparer (preparing.py, finishing.py); None for what it does not use."""
+    config = plan.config
+    rows = {"out": config.BLOCK_M} if config.STATS_AHEAD else {}
+    return {
+        "out_desc": None,
+        **_tiles(plan, views, rows, in_parts=False),
+        "lse_ptr": _row_address(views, "lse") if config.STATS_AHEAD else None,
+        "dlse_ptr": _row_address(views, "dlse") if config.STATS_AHEAD else None,
+        "stats_ptr": plan.stats if config.STATS_AHEAD else None,
+        "dq_ptr": Address("dq", plan.problem.dtype) if config.FINISHES and "dq" in views else None,
+        "sums_ptr": plan.at("sums") if config.AHEAD else None,
+        "counts_ptr": plan.at("counts"),
+        "ahead": _lead(plan, views) if config.AHEAD else None,
+    }
+
+
+def _row_address(views: dict[str, View], name: str) -> Address | None:
+    """Of lse or dlse, which the pass gets in fp32."""
+    return Address(name, torch.float32, aligned=False) if name in views else None
+
+
+def _lead(plan: BackwardPlan, views: dict[str, View]) -> Ahead:
+    """The preparer's lead, and the strides of dQ."""
+    strides = _stride_units(views["dq"]) if "dq" in views else (0, 0, 0)
+    return Ahead(
+        plan.front_items,
+        plan.front_tiles,
+        plan.ring_items,
+        plan.finished_items,
+        plan.lag,
+        *strides,
+        plan.problem.head_dim // STRIDE_UNIT,
+    )
+
+
+def _shared(plan: BackwardPlan) -> dict[str, Any]:
+    scale, softcap = plan.problem.scale, plan.problem.softcap
+    return {
+        "scale_log2": (scale if softcap is None else softcap) * LOG2E,
+        "cap_scale": None if softcap is None else scale / softcap,
+        "scale": scale,
+        "C": plan.config,
+    }
+
+
+def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """Convert dQ from its accumulator, of the heads that the main kernel has not converted."""
+    problem, config = plan.problem, plan.config
+    finished = plan.finished_items * problem.group_size
+    items = plan.query_items - finished
+    arguments = {
+        "dq_acc_ptr": plan.at("sums"),
+        "units_ptr": plan.at("units"),
+        "dq_ptr": Address("dq", problem.dtype),
+        "cu_seqlens": single_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": single_address(views, "cu_seqlens_k") if config.FIXED_POINT else None,
+        "scale": problem.scale,
+        "dq_strides": _stride_units(views["dq"]),
+        "num_heads": problem.num_heads,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "window_left": plan.key_sizes.window_left if config.HAS_LEFT else NO_EDGE,
+        "window_right": plan.key_sizes.window_right if config.HAS_RIGHT else NO_EDGE,
+        "batch": problem.batch,
+        "num_items": items,
+        "first_item": finished,
+        "ring_items": plan.ring_items * problem.group_size,
+        "BLOCK_M": config.BLOCK_M,
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": plan.sums_width,
+        "PACKED": config.IS_VARLEN,
+    }
+    return KernelCall(backward_rows.finish_queries_kernel, (items * plan.key_sizes.row_tiles, 1, 1), arguments)
+
+
+def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
+    """WIDE: compute dQ in a kernel of its own, every row summed in order."""
+    rows = {"q": 64, "dout": 64, "k": plan.config.BLOCK_N, "v": plan.config.BLOCK_N, "dq": 64}
+    arguments: dict[str, Any] = _tiles(plan, views, rows, in_parts=True) | _shared(plan)
+    arguments |= {
+        "stats_ptr": Address("workspace", torch.float32, aligned=False),
+        "work_ptr": plan.at("query list"),
+        "sizes": plan.query_sizes,
+    }
+    return KernelCall(query_gradient_kernel, (plan.query_sizes.num_tiles, 1, 1), arguments)
+
+
+def _sink_gradient(plan: BackwardPlan, sinks: Tensor, workspace: Tensor) -> Tensor:
+    """Sum over rows of exp(sink - lse) * (dlse - delta), from the row statistics in the workspace."""
+    shape = (-1, plan.problem.num_heads, plan.key_sizes.row_tiles, 2, plan.config.BLOCK_M)
+    rows = workspace[: 2 * plan.num_rows].view(shape)
+    weight = torch.exp2(sinks.float().view(1, -1, 1, 1) * LOG2E - rows[:, :, :, 0])
+    return -(weight * rows[:, :, :, 1]).sum((0, 2, 3)).to(sinks.dtype)
+
+
+def _stride_units(view: View) -> tuple[int, int, int]:
+    """Strides of (batch, head, row) in units of 16 bytes; the stride of a dimension of size 1 does not matter."""
+    strides = view.strides
+    batch, head, row = (0, strides[1], strides[0]) if len(strides) == 3 else strides[:3]
+    return batch // STRIDE_UNIT, head // STRIDE_UNIT, row // STRIDE_UNIT

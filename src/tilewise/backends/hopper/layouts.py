@@ -11,16 +11,6 @@ operand, so P goes from the softmax into P V without moving between threads.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = [
-    "PACKED_ORIGIN",
-    "accumulator_layout",
-    "left_operand_layout",
-    "slots_shape",
-    "smem_layout",
-    "tile_at",
-    "tile_box",
-]
-
 # Row coordinate one past the last row of every packed sequence, see `tile_at`.
 PACKED_ORIGIN = gl.constexpr(1 << 30)
 

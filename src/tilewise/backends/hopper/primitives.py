@@ -1,36 +1,17 @@
-"""Single instructions and small register arithmetic that Gluon has no name for.
+"""Single instructions and small register arithmetic that Gluon has no name for, and memory order between CTAs through
+global memory, because mbarriers work only within a CTA.
 
 Figures: bench/results/hopper-forward-choices.csv.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
+# mypy: disable-error-code="misc, no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806, RET505
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = [
-    "LARGEST_LSE",
-    "LN2",
-    "LOG2E",
-    "NEG_INF",
-    "anew",
-    "barrier_arrive",
-    "barrier_at",
-    "barrier_sync",
-    "count_units",
-    "exp2",
-    "growth_of",
-    "log2",
-    "pin",
-    "power_over",
-    "renormalised",
-    "rounded_product",
-    "tanh",
-    "uniform",
-    "unless_neutral",
-]
+from tilewise.backends.gpu.releases import barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -57,12 +38,6 @@ def power_over(x):
     """The smallest power of two that is at least x, for x > 0."""
     bits = gl.cast(gl.to_tensor(x), gl.int32, bitcast=True)
     return gl.cast((bits + 0x7FFFFF) & 0x7F800000, gl.float32, bitcast=True)
-
-
-@gluon.jit
-def rounded_product(x, y):
-    """X * y, rounded: the compiler cannot fuse it with an addition."""
-    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -208,11 +183,11 @@ def barrier_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _unless_asm(operation, neutral, count):
+def _unless_asm(count):
     first, second = 2 * count, 2 * count + 2
-    steps = " ".join(f"{operation}.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    steps = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return (
-        f"{{ .reg .pred p, q; setp.neu.f32 p, ${first}, {neutral}; setp.neu.or.f32 q, ${second}, {neutral}, p; "
+        f"{{ .reg .pred p, q; setp.neu.f32 p, ${first}, 0f3F800000; setp.neu.or.f32 q, ${second}, 0f3F800000, p; "
         f"vote.sync.any.pred q, q, 0xffffffff; @!q bra.uni DONE; {steps} DONE: }}"
     )
 
@@ -223,77 +198,57 @@ def _unless_constraints(count):
 
 
 @gluon.jit
-def unless_neutral(x, y, OPERATION: gl.constexpr, NEUTRAL: gl.constexpr, COUNT: gl.constexpr):
-    """Compute x OPERATION y, except in a warp all of whose y, one for each row, are NEUTRAL (in PTX notation).
+def unless_one(x, y, COUNT: gl.constexpr):
+    """Compute x * y, except in a warp all of whose y, one for each row, are 1.
 
     A thread has COUNT registers of x, of two rows in accumulator order: registers 0 and 1 belong to the first row, 2
     and 3 to the second, and so on.
     """
-    ASM: gl.constexpr = _unless_asm(OPERATION, NEUTRAL, COUNT)
+    ASM: gl.constexpr = _unless_asm(COUNT)
     CONSTRAINTS: gl.constexpr = _unless_constraints(COUNT)
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, y], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
-@gluon.constexpr_function
-def _where_rows_pass(bound, step):
-    """PTX of the growths $0, $1 and factors $2, $3 of a thread's two rows, whose bits are $4, $5.
-
-    They are 0 and 1 unless a row of the warp exceeds `bound`. Then `step` computes them from `a`, the maximum of the
-    four threads that share the row.
-    """
-    steps = ""
-    for bits, growth, factor in (("$4", "$0", "$2"), ("$5", "$1", "$3")):
-        steps += (
-            f"shfl.sync.bfly.b32 a, {bits}, 1, 0x1f, 0xffffffff; max.s32 a, a, {bits}; "
-            "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.s32 a, a, b; "
-            f"setp.gt.s32 p, a, {bound}; {step.format(growth=growth, factor=factor)} "
-        )
-    return (
-        "{ .reg .pred p, q; .reg .s32 m, a, b; .reg .f32 x; "
-        "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0f3F800000; mov.b32 $3, 0f3F800000; "
-        f"max.s32 m, $4, $5; setp.gt.s32 p, m, {bound}; vote.sync.any.pred q, p, 0xffffffff; "
-        f"@!q bra.uni DONE; {steps} DONE: }}"
+@gluon.jit
+def load_acquire(at):
+    """Load a 32-bit integer with acquire order: what was published before it was written is visible afterwards."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.constexpr_function
-def _growth_asm():
-    step = "selp.b32 {growth}, a, 0, p; neg.f32 x, {growth}; ex2.approx.ftz.f32 {factor}, x;"
-    return _where_rows_pass("0x41000000", step)
+def _with_result(instructions):
+    return f"{instructions} mov.u32 $0, $1;"
 
 
 @gluon.jit
-def growth_of(top):
-    """(growth, 2^-growth) of rows: the largest of the four threads' `top`, or 0 where that is at most 8.
-
-    `top` [64, 4] holds the bits of floats. They are compared as integers, which is right for positive floats; how
-    negative ones compare does not matter. A warp that finds nothing above 8 exchanges nothing.
-    """
-    ASM: gl.constexpr = _growth_asm()
-    return gl.inline_asm_elementwise(
-        ASM, "=&f,=&f,=&f,=&f,r,r", [top], dtype=(gl.float32, gl.float32), is_pure=True, pack=2
-    )
-
-
-@gluon.constexpr_function
-def _renormalised_asm(bound, kept):
-    step = (
-        f"shr.s32 a, a, 23; min.s32 a, a, 253; sub.s32 b, a, {127 + kept}; "
-        f"cvt.rn.f32.s32 x, b; selp.f32 {{growth}}, x, 0f00000000, p; sub.s32 b, {254 + kept}, a; shl.b32 b, b, 23; "
-        "mov.b32 x, b; selp.f32 {factor}, x, 0f3F800000, p;"
-    )
-    return _where_rows_pass(bound, step)
+def _issue(INSTRUCTIONS: gl.constexpr):
+    """Run instructions for their side effects; inline assembly must have a result, which is not used."""
+    ASM: gl.constexpr = _with_result(INSTRUCTIONS)
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def renormalised(total, MENDS: gl.constexpr = False):
-    """(e, 2^-e) of rows: the exponent of the largest of the four threads' `total`, or 0 where that is at most 2^20.
+def publish():
+    """Make this role's stores to global memory visible to other CTAs and their TMA before what it does next."""
+    _issue("fence.proxy.async; fence.acq_rel.gpu;")
+    barrier()  # one thread may now signal for all
 
-    MENDS: the exponent minus 7, or 0 where the sum is at most 2^15. `total` [64, 4] holds the bits of non-negative
-    sums; for infinity and NaN e is 126 (119). It is not pure, so that it and what depends on it stay behind the
-    products issued before: ptxas moves nothing across its branch.
-    """
-    ASM: gl.constexpr = _renormalised_asm("0x47000000", 7) if MENDS else _renormalised_asm("0x49800000", 0)
-    return gl.inline_asm_elementwise(
-        ASM, "=&f,=&f,=&f,=&f,r,r", [total], dtype=(gl.float32, gl.float32), is_pure=False, pack=2
-    )
+
+@gluon.constexpr_function
+def _waiting(pending):
+    return f"cp.async.bulk.wait_group {pending};"
+
+
+@gluon.jit
+def await_writes(PENDING: gl.constexpr):
+    """Wait until all but the last PENDING of this role's TMA stores and additions have arrived in global memory."""
+    INSTRUCTIONS: gl.constexpr = _waiting(PENDING)
+    _issue(INSTRUCTIONS)
+
+
+@gluon.jit
+def order_copies():
+    """Order what this role has acquired before what its TMA reads next."""
+    _issue("fence.proxy.async;")

@@ -12,16 +12,6 @@ from tilewise.backends.gpu.releases import async_load
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
 from tilewise.backends.hopper.scores import rescale
 
-__all__ = [
-    "issue_output",
-    "issue_product",
-    "issue_scores",
-    "load_tile",
-    "rescale_output",
-    "scale_output",
-    "wait_output",
-]
-
 
 @gluon.jit
 def load_tile(desc, smem, slot, ready, span, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):

@@ -22,8 +22,6 @@ from tilewise.backends.hopper.products import issue_product, load_tile
 from tilewise.backends.hopper.schedule import key_tiles, own_tile, row_tile_of, whole_tiles
 from tilewise.backends.hopper.scores import capped, mask_scores, through_cap
 
-__all__ = ["query_gradient_kernel"]
-
 
 @aggregate
 class Pipeline:

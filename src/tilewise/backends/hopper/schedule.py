@@ -22,35 +22,6 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.channels import make_mailbox, start
 
-__all__ = [
-    "LIST_SLOTS",
-    "LIST_WORDS",
-    "Sizes",
-    "announce",
-    "first_seeing_tile",
-    "first_tile",
-    "first_turn",
-    "following_tile",
-    "hidden_tiles",
-    "key_tiles",
-    "listed_rows",
-    "listed_words",
-    "make_tiles",
-    "next_tile",
-    "own_tile",
-    "place_at",
-    "place_of",
-    "query_tiles",
-    "right_of",
-    "row_tile_of",
-    "seen_tiles",
-    "spans_at",
-    "take_any",
-    "take_tile",
-    "whole_query_tiles",
-    "whole_tiles",
-]
-
 # Words of a list entry and of the mailbox: tile number, block, head, sequence, first query row, query rows, first key
 # row, keys. The list leaves the number unset, and also the head unless every head has entries of its own.
 LIST_WORDS = gl.constexpr(8)

@@ -1,34 +1,20 @@
 """Between the two products: softcap, mask, softmax, and the end of a row.
 
 The softmax of a row is relative to a reference `row_ref` (a log2): P = 2^(score - row_ref) and lse = row_ref +
-log2(row_sum) hold for any reference. There are four policies for choosing it:
+log2(row_sum) hold for any reference. There are two policies for choosing it:
 
-eager    row_ref is the row's largest score so far. Each new maximum rescales O.
+eager    row_ref is the row's largest score so far, whose P is exactly 1. Each new maximum rescales O.
 IS_LAZY  row_ref moves only when a score exceeds it by more than 8, so P reaches 2^8 instead of 1. A warp none of whose
-         rows moves leaves O as it is. The largest P of a row is rounded like any other instead of being exactly 1,
-         which makes the error of O slightly larger.
-VOTES    lazy, but each thread compares only its own scores with row_ref + 8, as integers, three at a time. Only a warp
-         with a hit exchanges maxima between threads.
-AT_ONCE  skip the maximum: P is computed with the reference of the tiles so far, and the row sums tell how far scores
-         have outgrown it. When a sum exceeds 2^20, its exponent moves into row_ref before the next tile. Until then P
-         is as large as it is. fp32 and bf16 end at 2^128, so a row overflows if scores of one tile lie further above
-         the reference: O or the row's sum is not finite. Rows whose sums end above 2^100 count as overflowed too:
-         nearer to 2^126 the last factors, of a sink or the reciprocal of the sum, would be subnormal, which the GPU
-         flushes to 0. An overflowed row is marked in its lse, and the next kernel recomputes it (again.py).
+         rows moves leaves O as it is. A score that exceeds all others by far still has P = 1. Masked tiles are eager.
 
-MENDS_P (with AT_ONCE) checks the sums before P of the same tile is rounded. A thread holds 16 or 32 of a row's keys. If
-its sum exceeds 2^15, all of it but 2^7 moves into the reference, and P shrinks as well. So P fits into fp16, which ends
-at 2^16. fp16 reaches down to 2^-24, with all bits down to 2^-14. The reference is at most log2(keys) - 9 above the
-largest score so far, which is 8 with 131072 keys, so what underflows is below 2^-17 of the row's largest P. Only scores
-127 above the reference overflow, because no sum stays above 2^15.
+Neither can overflow, and neither depends on what the scores are: skipping the maximum is faster on N(0, 1) data alone
+(docs/log).
 
-Scores of 2^30 and more (HUGE) come out wrong where a multiply-add subtracts a rounded reference. AT_ONCE: such rows
-count as overflowed. VOTES: masked tiles round their products first, and later tiles that outgrow the reference move it,
-so the largest score has P = 1. Otherwise they are right with EXACT, which large scales select; with a smaller scale,
-large q and k may give NaN.
+Scores of 2^27 and more (HUGE) come out wrong where a multiply-add subtracts a rounded reference. They are right with
+EXACT, which large scales select. Otherwise rows with such scores become NaN.
 
-row_ref and row_sum are [64, 4]: four threads share a row. row_ref is the same in all of them; with SPLIT_SUM, row_sum
-is the part of each thread, which holds a quarter of the keys.
+row_ref and row_sum are [64, 4]: four threads share a row. row_ref is the same in all of them; row_sum is the
+part of each thread, which holds a quarter of the keys.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
@@ -44,46 +30,25 @@ from tilewise.backends.hopper.primitives import (
     LOG2E,
     NEG_INF,
     exp2,
-    growth_of,
     power_over,
-    renormalised,
-    rounded_product,
     tanh,
-    unless_neutral,
+    unless_one,
 )
 from tilewise.backends.hopper.schedule import right_of
 
-__all__ = [
-    "capped",
-    "finish_rows",
-    "lost_rows",
-    "mask_scores",
-    "mended",
-    "no_rows",
-    "rescale",
-    "sink_weight",
-    "soften",
-    "sum_rows",
-    "through_cap",
-    "whole_rows",
-]
-
-# AT_ONCE: a row overflows if its sum reaches LOST, or if it exceeds FEW while a sink lies FAR (log2) above the
-# reference: its weight against the sink, 2^(20 - 100) or more, may be a subnormal factor times a large sum.
-LOST, FEW, FAR = gl.constexpr(2.0**100), gl.constexpr(2.0**20), gl.constexpr(100.0)
-# From here on scores (log2) are multiples of 64 in fp32, and their products with the scale are rounded by as much: see
-# row_scale.
-HUGE = gl.constexpr(2.0**30)
+# From here on fp32 holds scores (log2) as multiples of 16, and rounds their products with the scale by as much: see
+# row_scale. Below, P is at most 2^4 larger than it should be, which fp16 holds.
+HUGE = gl.constexpr(2.0**27)
 
 
 @gluon.jit
 def row_scale(row_ref, scale_log2, C: gl.constexpr):
     """What the scores of rows are multiplied by: the scale or, with EXACT and a HUGE reference, a power of two.
 
-    The reference is a rounded product, but a multiply-add does not round score * scale before it subtracts. From 2^31
-    on, the difference may be 128 for the largest score of a row, whose P is then infinite, or -128, whose P is 0. A
-    power of two rounds nothing: equal scores have equal P, and any other P is at least 2^64 times smaller, as it would
-    be with the scale itself.
+    The reference is a rounded product, but a multiply-add does not round score * scale before it subtracts. From 2^28
+    on, the difference may be 8 for the largest score of a row, from 2^31 on 128: its P passes the end of fp16, then of
+    fp32, or becomes 0. A power of two rounds nothing: equal scores have equal P. Scores that differ at all differ by 8
+    or more here, which is also how far fp32 is off, so that the larger factor does not matter.
     """
     if C.EXACT:
         return gl.where(gl.abs(row_ref) < HUGE, scale_log2, power_over(scale_log2))
@@ -167,81 +132,31 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
     Not MASKED: every row must have seen a key before.
     """
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    LAYOUT: gl.constexpr = row_sum.type.layout
-    x = quads(scores, BLOCK_N)
-    if C.MENDS_P and not MASKED:  # `mended` rescales later, together with P
-        new_ref = row_ref
-        factor = gl.full([64, 4], 1.0, gl.float32, LAYOUT)
-        x = x * scale_log2 - over(row_ref, x)
-    elif C.AT_ONCE and not MASKED:
-        growth, factor = renormalised(gl.cast(row_sum, gl.int32, bitcast=True))
-        growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
-        new_ref = row_ref + growth
-        x = x * scale_log2 - over(new_ref, x)
-    elif C.VOTES and not MASKED:
-        x = x * scale_log2 - over(row_ref, x)
-        growth, factor = growth_of(gl.max(gl.max(gl.cast(x, gl.int32, bitcast=True), axis=3), axis=1))
-        growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
-        x = unless_neutral(x, over(growth, x), "sub", "0f00000000", BLOCK_N // 2)
-        new_ref = row_ref + growth
+    top = gl.max(scores, axis=1)
+    top = beside(top * row_scale(top * scale_log2, scale_log2, C), row_sum)
+    if C.IS_LAZY and not MASKED:
+        grows = top > row_ref + 8.0
+        new_ref = gl.where(grows, top, row_ref)
+        shift = new_ref
+        factor = gl.where(grows, exp2(row_ref - new_ref), 1.0)
     else:
-        top = gl.max(scores, axis=1)
-        top = beside(top * row_scale(top * scale_log2, scale_log2, C), row_sum)
-        if C.IS_LAZY and not MASKED:
-            grows = top > row_ref + 8.0
-            new_ref = gl.where(grows, top, row_ref)
-            shift = new_ref
-            factor = gl.where(grows, exp2(row_ref - new_ref), 1.0)
-        else:
-            new_ref = gl.maximum(row_ref, top)
-            # Only a masked tile can leave a row without any key so far.
-            shift = gl.where(new_ref == NEG_INF, 0.0, new_ref) if MASKED else new_ref
-            factor = exp2(row_ref - shift)
-        if C.VOTES and not C.HAS_SOFTCAP:
-            x = rounded_product(x, scale_log2) - over(shift, x)
-        else:
-            x = x * over(row_scale(new_ref, scale_log2, C), x) - over(shift, x)
+        new_ref = gl.maximum(row_ref, top)
+        # Only a masked tile can leave a row without any key so far.
+        shift = gl.where(new_ref == NEG_INF, 0.0, new_ref) if MASKED else new_ref
+        factor = exp2(row_ref - shift)
+    x = quads(scores, BLOCK_N)
+    x = x * over(row_scale(new_ref, scale_log2, C), x) - over(shift, x)
     p = gl.convert_layout(gl.reshape(exp2(x), [64, BLOCK_N]), accumulator_layout(BLOCK_N))
-    tile_sum = sum_rows(p, C) if C.SPLIT_SUM else beside(gl.sum(p, axis=1), row_sum)
-    return p, factor, new_ref, row_sum * factor + tile_sum
-
-
-@gluon.jit
-def mended(p, row_ref, row_sum, C: gl.constexpr):
-    """(P, factor that rescales O so far, row_ref, row_sum): a tile's P rescaled before rounding, to fit into fp16."""
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    LAYOUT: gl.constexpr = row_sum.type.layout
-    growth, factor = renormalised(gl.cast(row_sum, gl.int32, bitcast=True), True)
-    growth, factor = gl.convert_layout(growth, LAYOUT), gl.convert_layout(factor, LAYOUT)
-    x = quads(p, BLOCK_N)
-    x = unless_neutral(x, over(factor, x), "mul", "0f3F800000", BLOCK_N // 2)
-    p = gl.convert_layout(gl.reshape(x, [64, BLOCK_N]), accumulator_layout(BLOCK_N))
-    return p, factor, row_ref + growth, row_sum * factor
+    return p, factor, new_ref, row_sum * factor + sum_rows(p, C)
 
 
 @gluon.jit
 def rescale(acc, factor, COLUMNS: gl.constexpr, C: gl.constexpr):
     """The rows of O times the factor of `soften`; IS_LAZY: a warp whose factors are all 1 multiplies nothing."""
     x = quads(acc, COLUMNS)
-    ONE: gl.constexpr = "0f3F800000"
     rows = over(factor, x)
-    x = unless_neutral(x, rows, "mul", ONE, COLUMNS // 2) if C.IS_LAZY else x * rows
+    x = unless_one(x, rows, COLUMNS // 2) if C.IS_LAZY else x * rows
     return gl.convert_layout(gl.reshape(x, [64, COLUMNS]), accumulator_layout(COLUMNS))
-
-
-@gluon.jit
-def lost_rows(acc, acc_rest, row_ref, row_sum, sinks_ptr, item, sizes, C: gl.constexpr):
-    """AT_ONCE: which rows overflowed, because O or the sum is not finite or at least LOST."""
-    total = gl.convert_layout(gl.sum(acc, axis=1), row_sum.type.layout)
-    if C.DV_REST:
-        total += gl.convert_layout(gl.sum(acc_rest, axis=1), row_sum.type.layout)
-    lost = gl.where(gl.maximum(total, -total) + row_sum < LOST, 0, 1)
-    # Multiply-adds of HUGE scores may give any result (row_scale). Rows without keys (-inf) are fine.
-    lost = gl.where((gl.abs(row_ref) >= HUGE) & (row_ref > NEG_INF), 1, lost)
-    if C.HAS_SINKS:
-        above = load_sink(sinks_ptr, item, sizes) - row_ref
-        lost = gl.where((above > FAR) & (row_sum > FEW), 1, lost)
-    return lost > 0
 
 
 @gluon.jit
@@ -252,12 +167,18 @@ def load_sink(sinks_ptr, item, sizes):
 
 @gluon.jit
 def whole_rows(row_ref, row_sum, scale_log2, C: gl.constexpr):
-    """(row_ref, row_sum) of whole rows, [64], from those of their four threads; row_ref in log2 also if EXACT."""
+    """(row_ref, row_sum) of whole rows, [64], from those of their four threads; row_ref in log2 also if EXACT.
+
+    The sum of a row with HUGE scores is NaN unless EXACT.
+    """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
-    total = gl.sum(row_sum, axis=1) if C.SPLIT_SUM else gl.max(row_sum, axis=1)
+    total = gl.sum(row_sum, axis=1)
     ref = gl.max(row_ref, axis=1)
     if C.EXACT:
         ref *= scale_log2 / row_scale(ref, scale_log2, C)
+    else:
+        is_huge = (gl.abs(ref) >= HUGE) & (ref > NEG_INF)
+        total += gl.where(is_huge, NEG_INF, 0.0) * 0.0  # NaN, or 0
     return gl.convert_layout(ref, LAYOUT), gl.convert_layout(total, LAYOUT)
 
 

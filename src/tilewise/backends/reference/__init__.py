@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewise.backends.base import TileShape
-from tilewise.backends.reference import specification
+from tilewise.backends.reference import derivatives, specification
 from tilewise.device import DeviceSpec
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
 
 __all__ = ["BACKEND"]
@@ -51,6 +51,31 @@ class ReferenceBackend:
         """
         del out, lse
         return specification.backward(problem, operands, dout, dlse, wanted)
+
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        """Nothing is skipped."""
+        del problem
+        return "no tile is skipped: the mask hides scores that are all computed"
+
+    def forward_tangent(
+        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out, lse, out', lse')."""
+        return derivatives.forward_tangent(problem, operands, tangents)
+
+    def backward_twice(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        results: tuple[Tensor, Tensor, Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Second derivatives. The results are recomputed in fp64, because the given ones are rounded."""
+        del results
+        return derivatives.backward_twice(problem, operands, tangents, dout, dlse, wanted)
 
 
 BACKEND = ReferenceBackend()

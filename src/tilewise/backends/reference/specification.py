@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise import tiles
 from tilewise.backends.reference.sequences import (
     Sequence,
     accumulate,
@@ -26,14 +27,28 @@ from tilewise.numerics import dropout_keep
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["backward", "forward"]
+__all__ = [
+    "Scores",
+    "SequenceGradients",
+    "Softmax",
+    "accumulate_broadcast",
+    "backward",
+    "dlse_of",
+    "forward",
+    "load",
+    "score",
+    "sink_probability",
+    "softmax",
+    "sum_groups",
+]
 
 
 class Scores(NamedTuple):
-    """Masked scores (heads, seqlen_q, seqlen_k), and the derivative of softcap at each of them."""
+    """Masked scores (heads, seqlen_q, seqlen_k); softcap's tanh at each of them, and its derivative."""
 
     s: Tensor
     softcap_slope: Tensor | float
+    tanh: Tensor | float
 
 
 class Softmax(NamedTuple):
@@ -58,13 +73,13 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     """(out, lse) for canonical operands."""
     out, lse = empty_out(problem, operands.q.device)
     for sequence in sequences(problem, operands):
-        q, k, v = _load(problem, operands, sequence)
-        softmax = _softmax(problem, operands, sequence, _score(problem, operands, sequence, q, k).s)
-        accumulate(problem, out, (softmax.p * softmax.keep) @ v, sequence, sequence.q_rows)
+        q, k, v = load(problem, operands, sequence)
+        p, row_lse, keep = softmax(problem, operands, sequence, score(problem, operands, sequence, q, k).s)
+        accumulate(problem, out, (p * keep) @ v, sequence, sequence.q_rows)
         if problem.kind == "dense":
-            lse[sequence.index] = softmax.lse
+            lse[sequence.index] = row_lse
         else:
-            lse[:, sequence.q_rows] = softmax.lse
+            lse[:, sequence.q_rows] = row_lse
     return out.to(problem.dtype), lse.to(problem.accumulate_dtype)
 
 
@@ -81,7 +96,7 @@ def backward(
         accumulate(problem, dk, part.dk, sequence, sequence.k_rows)
         accumulate(problem, dv, part.dv, sequence, sequence.k_rows)
         if dbias is not None:
-            _accumulate_broadcast(dbias, part.dbias, sequence.index)
+            accumulate_broadcast(dbias, part.dbias, sequence.index)
         dsinks += part.dsinks
     return Gradients(
         dq=dq.to(problem.dtype),
@@ -95,11 +110,11 @@ def backward(
 def _backward_one(
     problem: AttentionProblem, operands: Operands, sequence: Sequence, dout: Tensor, dlse: Tensor | None
 ) -> SequenceGradients:
-    q, k, v = _load(problem, operands, sequence)
-    scores = _score(problem, operands, sequence, q, k)
-    p, lse, keep = _softmax(problem, operands, sequence, scores.s)
+    q, k, v = load(problem, operands, sequence)
+    scores = score(problem, operands, sequence, q, k)
+    p, lse, keep = softmax(problem, operands, sequence, scores.s)
     do = heads_first(problem, dout, sequence, sequence.q_rows)
-    dl = _dlse_of(problem, dlse, sequence, lse)
+    dl = dlse_of(problem, dlse, sequence, lse)
 
     dv = (p * keep).transpose(1, 2) @ do
     dp = do @ v.transpose(1, 2) * keep
@@ -109,19 +124,18 @@ def _backward_one(
     ds = p * (dp - delta[..., None] + dl[..., None])
     dsinks = torch.zeros(problem.num_heads, dtype=torch.float64, device=q.device)
     if operands.sinks is not None:
-        sink_p = torch.exp(operands.sinks.double()[:, None] - _finite(lse))
-        dsinks = (sink_p * (dl - delta)).sum(-1)
+        dsinks = (sink_probability(operands, lse) * (dl - delta)).sum(-1)
     dqk = ds * scores.softcap_slope * problem.scale
     return SequenceGradients(
         dq=dqk @ k,
-        dk=_sum_groups(problem, dqk.transpose(1, 2) @ q),
-        dv=_sum_groups(problem, dv),
+        dk=sum_groups(problem, dqk.transpose(1, 2) @ q),
+        dv=sum_groups(problem, dv),
         dbias=ds,
         dsinks=dsinks,
     )
 
 
-def _load(problem: AttentionProblem, operands: Operands, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+def load(problem: AttentionProblem, operands: Operands, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of one sequence in fp64, each K/V head repeated for the query heads it serves; e4m3 times its scale."""
     q = heads_first(problem, operands.q, sequence, sequence.q_rows)
     k = heads_first(problem, operands.k, sequence, sequence.k_rows)
@@ -137,11 +151,12 @@ def _load(problem: AttentionProblem, operands: Operands, sequence: Sequence) -> 
     return q, k.repeat_interleave(problem.group_size, 0), v.repeat_interleave(problem.group_size, 0)
 
 
-def _score(problem: AttentionProblem, operands: Operands, sequence: Sequence, q: Tensor, k: Tensor) -> Scores:
+def score(problem: AttentionProblem, operands: Operands, sequence: Sequence, q: Tensor, k: Tensor) -> Scores:
     """Steps 1 to 5 of the contract: scale, softcap, ALiBi, bias, masks."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     s = problem.scale * (q @ k.transpose(1, 2))
     slope: Tensor | float = 1.0
+    capped: Tensor | float = 0.0
     if problem.softcap is not None:
         capped = torch.tanh(s / problem.softcap)
         s, slope = problem.softcap * capped, 1.0 - capped**2
@@ -161,10 +176,12 @@ def _score(problem: AttentionProblem, operands: Operands, sequence: Sequence, q:
         visible &= distance <= right
     if operands.mask is not None:
         visible = visible & operands.mask[sequence.index, :, :seqlen_q, :seqlen_k]
-    return Scores(s.masked_fill(~visible, -math.inf), slope)
+    if operands.tiles is not None and operands.tile_bits is not None:
+        visible = visible & tiles.visible(operands.tiles[sequence.index], operands.tile_bits, seqlen_q, seqlen_k)
+    return Scores(s.masked_fill(~visible, -math.inf), slope, capped)
 
 
-def _softmax(problem: AttentionProblem, operands: Operands, sequence: Sequence, s: Tensor) -> Softmax:
+def softmax(problem: AttentionProblem, operands: Operands, sequence: Sequence, s: Tensor) -> Softmax:
     """Steps 6 and 7: the sink joins the denominator, dropout affects the numerator only."""
     lse = torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
     if operands.sinks is not None:
@@ -183,6 +200,12 @@ def _probabilities(operands: Operands, s: Tensor) -> Tensor:
     return weights / torch.where(total == 0.0, 1.0, total)
 
 
+def sink_probability(operands: Operands, lse: Tensor) -> Tensor:
+    """The share of the sink in each row's denominator, (heads, seqlen_q)."""
+    assert operands.sinks is not None
+    return torch.exp(operands.sinks.double()[:, None] - _finite(lse))
+
+
 def _finite(lse: Tensor) -> Tensor:
     """An empty row has lse -inf; subtracting 0 instead gives probabilities exp(-inf) = 0, not NaN."""
     return torch.where(lse == -math.inf, 0.0, lse)
@@ -199,19 +222,20 @@ def _keep_factor(problem: AttentionProblem, operands: Operands, sequence: Sequen
     return torch.from_numpy(np.stack(kept)).to(s.device).double() / (1.0 - problem.dropout)
 
 
-def _dlse_of(problem: AttentionProblem, dlse: Tensor | None, sequence: Sequence, lse: Tensor) -> Tensor:
+def dlse_of(problem: AttentionProblem, dlse: Tensor | None, sequence: Sequence, lse: Tensor) -> Tensor:
+    """The cotangent of one sequence's lse, zeros if there is none."""
     if dlse is None:
         return torch.zeros_like(lse)
     part = dlse[sequence.index] if problem.kind == "dense" else dlse[:, sequence.q_rows]
     return part.double()
 
 
-def _sum_groups(problem: AttentionProblem, per_query_head: Tensor) -> Tensor:
+def sum_groups(problem: AttentionProblem, per_query_head: Tensor) -> Tensor:
     """The gradient of a K/V head is the sum over the query heads it serves."""
     return per_query_head.view(problem.num_kv_heads, problem.group_size, *per_query_head.shape[1:]).sum(1)
 
 
-def _accumulate_broadcast(dbias: Tensor, part: Tensor, index: int) -> None:
+def accumulate_broadcast(dbias: Tensor, part: Tensor, index: int) -> None:
     """Add one sequence's (heads, seqlen_q, seqlen_k) into dbias, summing over the dimensions broadcast along."""
     heads, rows, cols = dbias.shape[1:]
     for dim, size in enumerate((heads, rows, cols)):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilewise.masks import Band, Tile, TileGrid, TileKind
 
-__all__ = ["fa1", "fa2"]
+__all__ = ["DEFAULT_GRID", "accumulator", "fa1", "fa2", "finite", "nonzero", "scores"]
 
 DEFAULT_GRID = TileGrid(128, 128)
 
@@ -31,24 +31,24 @@ def fa1(
     q: Tensor, k: Tensor, v: Tensor, *, band: Band, grid: TileGrid = DEFAULT_GRID, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """K/V outside: every tile of K and V is loaded once, and the state of every row once per tile."""
-    out = _accumulator(q, band.seqlen_q, v.shape[1])
-    row_max = _accumulator(q, band.seqlen_q).fill_(-math.inf)
-    row_sum = _accumulator(q, band.seqlen_q)
+    out = accumulator(q, band.seqlen_q, v.shape[1])
+    row_max = accumulator(q, band.seqlen_q).fill_(-math.inf)
+    row_sum = accumulator(q, band.seqlen_q)
     for n_block in range(-(-band.seqlen_k // grid.block_n)):
         n = slice(n_block * grid.block_n, (n_block + 1) * grid.block_n)
         k_tile, v_tile = k[n].to(out.dtype), v[n].to(out.dtype)
 
         for tile in band.query_tiles(n_block, grid):
             m = slice(tile.m_block * grid.block_m, (tile.m_block + 1) * grid.block_m)
-            s = _scores(q[m].to(out.dtype), k_tile, scale, band, tile, grid)
+            s = scores(q[m].to(out.dtype), k_tile, scale, band, tile, grid)
 
             new_max = torch.maximum(row_max[m], s.amax(1))
-            p = torch.exp(s - _finite(new_max)[:, None])
-            alpha = torch.exp(row_max[m] - _finite(new_max))
+            p = torch.exp(s - finite(new_max)[:, None])
+            alpha = torch.exp(row_max[m] - finite(new_max))
             new_sum = alpha * row_sum[m] + p.sum(1)
             # O is kept normalised, so each step undoes the old division and does the new one.
             weighted = (alpha * row_sum[m])[:, None] * out[m] + p @ v_tile
-            out[m] = weighted / _nonzero(new_sum)[:, None]
+            out[m] = weighted / nonzero(new_sum)[:, None]
             row_max[m], row_sum[m] = new_max, new_sum
 
     return out.to(q.dtype), row_max + torch.log(row_sum)
@@ -59,31 +59,31 @@ def fa2(
 ) -> tuple[Tensor, Tensor]:
     """Q outside: the state of a tile of rows stays in fast memory, and its output is normalised and written once."""
     out = q.new_empty(band.seqlen_q, v.shape[1])
-    lse = _accumulator(q, band.seqlen_q)
+    lse = accumulator(q, band.seqlen_q)
     for m_block in range(-(-band.seqlen_q // grid.block_m)):
         m = slice(m_block * grid.block_m, (m_block + 1) * grid.block_m)
         q_tile = q[m].to(lse.dtype)
-        acc = _accumulator(q, len(q_tile), v.shape[1])
-        row_max = _accumulator(q, len(q_tile)).fill_(-math.inf)
-        row_sum = _accumulator(q, len(q_tile))
+        acc = accumulator(q, len(q_tile), v.shape[1])
+        row_max = accumulator(q, len(q_tile)).fill_(-math.inf)
+        row_sum = accumulator(q, len(q_tile))
 
         for tile in band.key_tiles(m_block, grid):
             n = slice(tile.n_block * grid.block_n, (tile.n_block + 1) * grid.block_n)
-            s = _scores(q_tile, k[n].to(acc.dtype), scale, band, tile, grid)
+            s = scores(q_tile, k[n].to(acc.dtype), scale, band, tile, grid)
 
             new_max = torch.maximum(row_max, s.amax(1))
-            p = torch.exp(s - _finite(new_max)[:, None])
-            alpha = torch.exp(row_max - _finite(new_max))
+            p = torch.exp(s - finite(new_max)[:, None])
+            alpha = torch.exp(row_max - finite(new_max))
             row_sum = alpha * row_sum + p.sum(1)
             acc = alpha[:, None] * acc + p @ v[n].to(acc.dtype)
             row_max = new_max
 
-        out[m] = (acc / _nonzero(row_sum)[:, None]).to(out.dtype)
+        out[m] = (acc / nonzero(row_sum)[:, None]).to(out.dtype)
         lse[m] = row_max + torch.log(row_sum)
     return out, lse
 
 
-def _scores(q_tile: Tensor, k_tile: Tensor, scale: float | None, band: Band, tile: Tile, grid: TileGrid) -> Tensor:
+def scores(q_tile: Tensor, k_tile: Tensor, scale: float | None, band: Band, tile: Tile, grid: TileGrid) -> Tensor:
     """One tile of scores; only a partial tile is masked, element by element."""
     s = q_tile @ k_tile.T * (1.0 / math.sqrt(q_tile.shape[1]) if scale is None else scale)
     if tile.kind is TileKind.FULL:
@@ -99,16 +99,16 @@ def _scores(q_tile: Tensor, k_tile: Tensor, scale: float | None, band: Band, til
     return s.masked_fill(hidden, -math.inf)
 
 
-def _accumulator(like: Tensor, *shape: int) -> Tensor:
+def accumulator(like: Tensor, *shape: int) -> Tensor:
     """Zeros in the dtype softmax and sums are computed in."""
     return like.new_zeros(shape, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
 
 
-def _finite(row_max: Tensor) -> Tensor:
+def finite(row_max: Tensor) -> Tensor:
     """A row that has seen no key yet has maximum -inf; subtracting 0 instead keeps exp(-inf - ...) at 0, not NaN."""
     return torch.where(row_max == -math.inf, 0.0, row_max)
 
 
-def _nonzero(row_sum: Tensor) -> Tensor:
+def nonzero(row_sum: Tensor) -> Tensor:
     """A row that saw no key has sum 0 and output 0: divide by 1."""
     return torch.where(row_sum == 0.0, 1.0, row_sum)

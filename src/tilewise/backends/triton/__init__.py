@@ -5,24 +5,20 @@ With TRITON_INTERPRET=1 the kernels run on CPU tensors in Triton's interpreter: 
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.base import Bound, Prefixes, TileShape
 from tilewise.backends.gpu import releases, trial
-from tilewise.backends.gpu.lengths import too_long
+from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.dequantising import dequantised
 from tilewise.device import DeviceSpec
-from tilewise.operands import Gradients, Operands, Wanted
+from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 __all__ = ["BACKEND", "TritonBackend"]
 
@@ -32,7 +28,7 @@ MAX_HEAD_DIM = 512
 WIDE_SINGLE_SMEM = 132096
 
 
-class TritonBackend:
+class TritonBackend(GpuBackend):
     """Forward, backward and split-KV decode for dense, packed and paged problems."""
 
     name = "triton"
@@ -92,64 +88,30 @@ class TritonBackend:
             f"{', '.join(problem.fp8)} read as e4m3 and widened to {dtype} in registers; scales go into scores and sums"
         )
 
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        """How tile masks are read, for `explain()`."""
+        del problem
+        return "programs walk the tiles that the mask lists; bits are read in tiles that are visible in part"
+
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Nothing: every sum has a fixed order."""
         del problem
         return None
-
-    def compiler(self) -> str:
-        """What compiles the kernels, for `tilewise doctor`."""
-        return trial.report(self)
-
-    def launch_path(self) -> str:
-        """How kernels are launched here, for `tilewise doctor`."""
-        return str(importlib.import_module("tilewise.backends.gpu.driver").launch_path())
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
         if problem.fp8 and not _read_in_pairs(operands):
             # In fp32: bf16 would round lse visibly, and fp16 may overflow on e4m3 times its scale.
             plain, operands = dequantised(problem, operands, torch.float32)
-            out, lse = _launch().run_forward(plain, operands)
+            out, lse = super().forward(plain, operands)
             return out.to(problem.dtype), lse
-        out, lse = _launch().run_forward(problem, operands)
-        return out, lse
-
-    def backward(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        wanted: Wanted,
-    ) -> Gradients:
-        """The wanted gradients; see Backend."""
-        gradients: Gradients = _launch().run_backward(problem, operands, out, lse, dout, dlse, wanted)
-        return gradients
+        return super().forward(problem, operands)
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
         """See Binding."""
         if problem.fp8 and not _read_in_pairs(operands):
             return None
-        bound: Bound | None = _launch().bind_forward(problem, operands, want_lse=want_lse)
-        return bound
-
-    def bind_backward(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        wanted: Wanted,
-    ) -> Bound | None:
-        """See Binding."""
-        given = (dout, dlse, out, lse, *operands)
-        bound: Bound | None = _launch().bind_backward(problem, given, operands.q, wanted)
-        return bound
+        return super().bind_forward(problem, operands, want_lse=want_lse)
 
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         """Writes rows of K and V into slots of pages: see tilewise.kv.writing."""
@@ -159,21 +121,21 @@ class TritonBackend:
 
     def quantize(self, x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """(data, scale) in e4m3: see tilewise.fp8.quantisation."""
-        from tilewise.backends.triton import launch_quantising
+        from tilewise.backends.triton import quantising
 
-        return launch_quantising.quantize(x, *arguments, **options)
+        return quantising.quantize(x, *arguments, **options)
 
     def append_quantised(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
     ) -> None:
         """Writes rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
-        from tilewise.backends.triton import quantised_rows
+        from tilewise.backends.triton import serving
 
-        quantised_rows.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+        serving.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups. Where rows alone fill the device, the ordinary kernels do."""
-        launch = importlib.import_module("tilewise.backends.triton.launch_prefix")
+        launch = importlib.import_module("tilewise.backends.triton.prefix")
         return self.supports(problem, device) is None and bool(launch.num_splits(problem, num_rows, device) > 1)
 
     def attend_prefixes(
@@ -186,11 +148,11 @@ class TritonBackend:
         lse: Tensor,
     ) -> None:
         """Attends rows to the prefixes of their groups and merges into `out` and `lse`: see tilewise.cascade."""
-        from tilewise.backends.triton import launch_prefix
+        from tilewise.backends.triton import prefix
 
         if problem.fp8 and not _read_in_pairs(operands):
             problem, operands = dequantised(problem, operands, torch.float32)
-        launch_prefix.attend_prefixes(problem, operands, num_rows, rows, out, lse)
+        prefix.attend_prefixes(problem, operands, num_rows, rows, out, lse)
 
     def bind_prefixes(
         self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
@@ -198,7 +160,7 @@ class TritonBackend:
         """`attend_prefixes` bound to operands, rows, out and lse with such strides. None if e4m3 is converted first."""
         if problem.fp8 and not _read_in_pairs(operands):
             return None
-        bound: Prefixes = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_prefixes(
+        bound: Prefixes = importlib.import_module("tilewise.backends.triton.prefix").bind_prefixes(
             problem, operands, num_rows, *results
         )
         return bound
@@ -209,7 +171,7 @@ class TritonBackend:
         """One pass for the own keys (`problem`; of any GPU backend) and the prefixes. It takes the first `count`
         operands and the tensors of a hint, and does not make the results in `unread`.
         """
-        both: Bound = importlib.import_module("tilewise.backends.triton.launch_prefix").bind_after(
+        both: Bound = importlib.import_module("tilewise.backends.triton.prefix").bind_after(
             own, prefixes, count, unread, problem
         )
         return both
@@ -236,11 +198,6 @@ def _interpreted() -> bool:
         return False
     knobs = importlib.import_module("triton").knobs
     return bool(knobs.runtime.interpret)
-
-
-@functools.cache
-def _launch() -> ModuleType:
-    return importlib.import_module("tilewise.backends.triton.launch")
 
 
 BACKEND = TritonBackend()

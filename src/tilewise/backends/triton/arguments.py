@@ -11,21 +11,13 @@ from typing import Any
 
 import torch
 
-from tilewise.backends.gpu.launching import Allocation, View
-from tilewise.backends.gpu.listing import heads_per_wave, list_size, listed_parts, most_blocks, rows_together
+from tilewise.backends.gpu.launching import View
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, Multiple, Tile
-from tilewise.backends.triton.boxes import ROWS_APART
+from tilewise.backends.gpu.work_list import heads_per_wave, list_size, listed_parts, most_blocks, rows_together
 from tilewise.backends.triton.configs import Config, Pass
-from tilewise.backends.triton.planning import Plan
-from tilewise.backends.triton.traits import Box, Grid4, Lengths, Listed, Rows, Tail
+from tilewise.backends.triton.planning import Box, Grid4, Lengths, Listed, Plan, Rows, Tail
+from tilewise.backends.triton.primitives import ROWS_APART
 from tilewise.problem import AttentionProblem
-
-__all__ = [
-    "STAT_TILE", "Views", "box_descriptors", "box_of", "dense_rows", "is_listed", "key_descriptors", "key_rows",
-    "list_words", "listed_heads", "listed_tiles", "listing_arguments", "matrix_of", "packed_box_of", "packed_rows",
-    "page_rows", "query_descriptors", "query_rows", "rows_allocation", "scale_arguments", "score_arguments",
-    "single_address", "stat_descriptors", "stat_rows", "stored_rows", "work_address", "workspace_rows",
-]  # fmt: skip
 
 Views = Mapping[str, View]
 # The dimensions whose strides are those of (sequence, head, token); None stands for a stride of 0.
@@ -138,16 +130,6 @@ def workspace_rows(plan: Plan, index: int, *, packed: bool | None = None) -> tup
     return Rows(address, *strides), count
 
 
-def rows_allocation(problem: AttentionProblem, like: View, heads: int, seqlen: int, total: int, dim: int) -> Allocation:
-    """A new tensor of token rows, heads first, in the memory order of the problem's layout."""
-    if problem.kind != "dense":
-        return Allocation((total, heads, dim), (heads * dim, dim, 1), like.dtype)
-    shape = (problem.batch, heads, seqlen, dim)
-    if problem.layout == "bshd":
-        return Allocation(shape, (seqlen * heads * dim, dim, heads * dim, 1), like.dtype)
-    return Allocation(shape, (heads * seqlen * dim, seqlen * dim, dim, 1), like.dtype)
-
-
 def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
     """Descriptors of K and V, or None for both."""
     problem = plan.problem
@@ -158,8 +140,8 @@ def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> di
 
 
 def box_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of q, K, V and out as in boxes.py, or None for all. With them every tile is loaded and stored by TMA;
-    rows past the end of a sequence are zeros.
+    """Descriptors of q, K, V and out as boxes (see primitives.py), or None for all. With them every tile is loaded and
+    stored by TMA; rows past the end of a sequence are zeros.
     """
     problem, packed = plan.problem, plan.traits.PACKED_Q
     if not config.boxes or problem.kind == "paged" or problem.fp8 or not plan.is_unpadded:
@@ -192,7 +174,9 @@ def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: i
 
 
 def packed_box_of(rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
-    """Packed rows as a (ROWS_APART, ends, heads, rows, columns) tensor map, see boxes.py, if TMA can address them."""
+    """Packed rows as a (ROWS_APART, ends, heads, rows, columns) tensor map (see primitives.py), if TMA can address
+    them.
+    """
     apart = int(ROWS_APART)
     box = box_of(rows, 1, heads, num_rows, block, dim)
     if box is None or num_rows >= apart:
@@ -272,6 +256,9 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
         "v": key_rows(problem, "v", views["v"]),
         "bias": _grid(views, "bias"),
         "mask": _grid(views, "mask"),
+        "tile_map": _grid(views, "tiles"),
+        "tile_bits": single_address(views, "tile_bits"),
+        **_list_rows(problem),
         "alibi_slopes": None
         if slopes is None
         else Rows(single_address(views, "alibi_slopes"), slopes.strides[0], slopes.strides[1], 0),
@@ -287,6 +274,21 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
         "band": plan.band,
         "scalars": plan.scalars,
         "T": plan.traits,
+    }
+
+
+def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
+    """The lists of a tile mask (see tilewise.tiles) as rows of (sequence, head, row or column of tiles)."""
+    if problem.tiles_shape is None:
+        return {"tile_rows": None, "tile_columns": None}
+    batch, heads, rows, columns = problem.tiles_shape
+    row, column = 1 + 2 * columns, 1 + 2 * rows
+    of_rows = rows * row
+    head = of_rows + columns * column
+    strides = heads * head if batch > 1 else 0, head if heads > 1 else 0
+    return {
+        "tile_rows": Rows(Address("tile_lists", torch.int32, aligned=False), *strides, row),
+        "tile_columns": Rows(Address("tile_lists", torch.int32, aligned=False, offset=4 * of_rows), *strides, column),
     }
 
 

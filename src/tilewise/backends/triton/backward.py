@@ -1,8 +1,18 @@
 """Backward: dK/dV and dQ in two kernels that each own what they write. No atomics, so results are repeatable.
 
-P is recomputed as exp(S - lse). `delta` is rowsum(dout * out) - dlse, so dS = P * (dP - delta). Both come from
-row_stats.py, with lse in the unit of the scores (log2 for plain ones) and +inf for rows without keys: their P is
-exactly 0 and needs no mask.
+row_stats_kernel runs first. It computes lse, in the unit of the scores (log2 for plain ones), and `delta`, which is
+rowsum(dout * out) - dlse. The others recompute P as exp(S - lse), and dS = P * (dP - delta). Rows without keys get an
+lse of +inf: their P is exactly 0 and needs no mask. For packed sequences row_stats_kernel also makes the lists of tiles
+that the others walk (gpu/work_list.py), which saves launches.
+
+bias_gradient_kernel sums the score gradient over the dimensions in which the bias is broadcast. Its grid is (share of
+the repetitions, key tile, query tile, bias head, bias sequence). Each program recomputes S and dP of the tiles that map
+to its bias tile and sums dS in registers. Where there are few bias tiles, the repetitions are divided among programs,
+whose partial sums are added in a fixed order afterwards.
+
+gather_pages_kernel sums the gradients of paged K and V, one row per (sequence, key), into pages, which several
+sequences may share. Table entries are sorted by page, so the program of a (page, head) adds the contributions of all
+sequences that read it in a fixed order. Pages that no sequence reads become 0.
 """
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
@@ -11,12 +21,16 @@ exactly 0 and needs no mask.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from tilewise.backends.gpu.work_list import listed_item
+from tilewise.backends.gpu.work_list import clear_rows, list_blocks, listed_item
+from tilewise.backends.triton.listed import hide_listed, kind_at, list_of, listed_block, listed_steps
 from tilewise.backends.triton.primitives import (
     LOG2E,
+    NEG_INF,
     STAT_TILE,
     around_gap,
     box_origin,
@@ -31,11 +45,13 @@ from tilewise.backends.triton.primitives import (
     load_keys,
     load_queries,
     load_rows,
+    lse_in_log2,
     natural_scores,
     page_base,
     query_range,
     query_span,
     score_terms,
+    sequence_of,
     stat_base,
     store_rows,
     work_item,
@@ -212,10 +228,55 @@ def key_gradient_loop(
     return dk, dv
 
 
+@triton.jit
+def key_gradient_listed(
+    dk, dv, k_tile, v_tile, q, dout, lse_unit, delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band,
+    seqlen_q, seqlen_k, begin, end, tile_columns, bits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """`key_gradient_loop` over the queries begin..end in the tiles that a tile mask lists, head by head."""
+    n_first, kv_head, batch_idx, q_start = place
+    n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
+    for member in tl.range(0, T.GROUP_SIZE):
+        head = kv_head * T.GROUP_SIZE + member
+        entries = list_of(tile_columns, batch_idx, head, n_first)
+        q_source = (q, head_base(q, batch_idx, head, q_start, T.PACKED_Q), None, 0, 0)
+        dout_source = (dout, head_base(dout, batch_idx, head, q_start, T.PACKED_Q), None, 0, 0)
+        lower, upper = listed_steps(entries, begin, end, BLOCK_M, T.HAS_LEFT or T.HAS_RIGHT)
+        for step in tl.range(lower, upper):
+            first, kind = listed_block(entries, step, BLOCK_M)
+            m_row = first + tl.arange(0, BLOCK_M)
+            # Blocks of the last tile may have no rows, nor statistics, where a sequence is shorter than the mask.
+            if first < seqlen_q:
+                q_tile = load_queries(q_source, first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+                dout_tile = load_queries(dout_source, first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+                lse_tile, delta_tile = load_stats(
+                    lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T
+                )
+                terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
+                dots = dot(k_tile, tl.trans(q_tile), T)
+                dp = dot(v_tile, tl.trans(dout_tile), T)
+                p, capped = probabilities(
+                    dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
+                )
+                p = hide_listed(p, bits, kind, m_row[None, :], n_idx)
+                keep = True
+                kept = p
+                if T.HAS_DROPOUT:
+                    keep = tl.trans(
+                        dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+                    )
+                    kept = tl.where(keep, p * scalars.keep_scale, 0.0)
+                dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, T)
+                _, ds = score_gradient(p, dp, capped, delta_tile[None, :], keep, scalars, T)
+                dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
+    return dk, dv
+
+
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def key_gradient_kernel(
     q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
-    alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
+    tile_columns, tile_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
     JOINED: tl.constexpr,
 ):  # fmt: skip
@@ -254,18 +315,24 @@ def key_gradient_kernel(
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     place = (n_first, kv_head, batch_idx, q_start)
-    whole = seqlen_q // BLOCK_M * BLOCK_M
-    inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
-    dk_acc, dv_acc = key_gradient_loop(
-        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
-        delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1],
-        inner[1], inner[1], full_begin, full_end, False, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
-    )  # fmt: skip
-    dk_acc, dv_acc = key_gradient_loop(
-        dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
-        delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1],
-        outer[2], outer[3], full_begin, full_end, True, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
-    )  # fmt: skip
+    if tile_columns is not None:
+        dk_acc, dv_acc = key_gradient_listed(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse_unit, delta, alibi_slopes, bias, mask, seed_ptr, place,
+            scalars, band, seqlen_q, seqlen_k, begin, end, tile_columns, tile_bits, BLOCK_M, BLOCK_N, T
+        )  # fmt: skip
+    else:
+        whole = seqlen_q // BLOCK_M * BLOCK_M
+        inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
+        dk_acc, dv_acc = key_gradient_loop(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
+            delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1],
+            inner[1], inner[1], full_begin, full_end, False, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
+        )  # fmt: skip
+        dk_acc, dv_acc = key_gradient_loop(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
+            delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1],
+            outer[2], outer[3], full_begin, full_end, True, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
+        )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
     store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)
@@ -309,10 +376,39 @@ def query_gradient_loop(
     return dq
 
 
+@triton.jit
+def query_gradient_listed(
+    dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
+    begin, end, entries, bits,
+    BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """`query_gradient_loop` over the keys begin..end in the tiles that a tile mask lists."""
+    m_idx, head, batch_idx = place
+    lower, upper = listed_steps(entries, begin, end, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
+    for step in tl.range(lower, upper):
+        first, kind = listed_block(entries, step, BLOCK_N)
+        n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+        pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
+        k_tile = load_keys(k_source, pages, first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        v_tile = load_keys(v_source, pages, first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        dots = dot(q_tile, tl.trans(k_tile), T)
+        dp = dot(dout_tile, tl.trans(v_tile), T)
+        p, capped = probabilities(
+            dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
+        )
+        p = hide_listed(p, bits, kind, m_idx[:, None], n_idx)
+        keep = True
+        if T.HAS_DROPOUT:
+            keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+        _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
+        dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
+    return dq
+
+
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def query_gradient_kernel(
-    q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, alibi_slopes, seed_ptr, lengths,
-    work, sizes, band, scalars,
+    q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, tile_rows, tile_bits, alibi_slopes,
+    seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (query tile, head, sequence). `work` lists the tiles of packed queries."""
@@ -353,16 +449,22 @@ def query_gradient_kernel(
     acc = zeros(BLOCK_M, T.BLOCK_D)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    whole = seqlen_k // BLOCK_N * BLOCK_N
-    inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
-    acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-        seqlen_k, inner[0], inner[1], inner[1], inner[1], full_begin, full_end, False, BLOCK_N, JOINED, T
-    )  # fmt: skip
-    acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-        seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, True, BLOCK_N, JOINED, T
-    )  # fmt: skip
+    if tile_rows is not None:
+        acc = query_gradient_listed(
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+            seqlen_k, begin, end, list_of(tile_rows, batch_idx, head, m_first), tile_bits, BLOCK_N, T
+        )  # fmt: skip
+    else:
+        whole = seqlen_k // BLOCK_N * BLOCK_N
+        inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
+        acc = query_gradient_loop(
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+            seqlen_k, inner[0], inner[1], inner[1], inner[1], full_begin, full_end, False, BLOCK_N, JOINED, T
+        )  # fmt: skip
+        acc = query_gradient_loop(
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+            seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, True, BLOCK_N, JOINED, T
+        )  # fmt: skip
     store_rows(
         acc * scalars.scale,
         head_base(dq, batch_idx, head, q_start, T.PACKED_Q),
@@ -371,3 +473,229 @@ def query_gradient_kernel(
         seqlen_q,
         T.HEAD_DIM,
     )
+
+
+@triton.jit
+def list_tiles(
+    listed, cu_seqlens_q, seqlens_k, batch, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, IS_PAGED: tl.constexpr
+):
+    """List the tiles of BLOCK queries (keys), with all programs together. Does nothing if `listed` is None."""
+    if listed is not None:
+        for item in tl.range(tl.program_id(0), batch * listed.parts, tl.num_programs(0)):
+            list_blocks(
+                item // listed.parts, item % listed.parts, listed.parts, listed.work, cu_seqlens_q, seqlens_k, batch,
+                listed.rows_together, BLOCK, OF_KEYS, IS_PAGED,
+            )  # fmt: skip
+
+
+@triton.jit
+def clear_tail(rows, cu_seqlens, batch):
+    """Zero the rows past the last sequence of a packed gradient, with all programs together. Does nothing for None."""
+    if rows is not None:
+        clear_rows(rows.ptr, None, tl.load(cu_seqlens + batch), rows.total, 1, rows.width)
+
+
+@triton.jit(
+    do_not_specialize=["seqlens_k", "queries", "keys", "dq", "dk", "dv", "num_rows", "num_stored", "num_heads", "batch"]
+)
+def row_stats_kernel(
+    out, dout, lse, dlse, lse_unit, delta, cu_seqlens_q, seqlens_k, queries, keys, dq, dk, dv, num_rows, num_stored,
+    num_heads, batch,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, IS_PAGED: tl.constexpr,
+):  # fmt: skip
+    """lse_unit and delta of BLOCK_M rows; +inf and 0 for rows that are stored but do not exist. Grid: row tile
+    (fastest), head, batch; packed sequences use the slots of one long sequence.
+
+    In addition, all programs together list the tiles of `queries` and `keys` and clear the tails of dq, dk and dv.
+    """
+    list_tiles(queries, cu_seqlens_q, seqlens_k, batch, TILE_Q, False, IS_PAGED)
+    list_tiles(keys, cu_seqlens_q, seqlens_k, batch, TILE_K, True, IS_PAGED)
+    clear_tail(dq, cu_seqlens_q, batch)
+    clear_tail(dk, seqlens_k, batch)
+    clear_tail(dv, seqlens_k, batch)
+    num_blocks = (num_stored + BLOCK_M - 1) // BLOCK_M
+    stored = tl.program_id(0) % num_blocks * BLOCK_M
+    head = tl.program_id(0) // num_blocks % num_heads
+    batch_idx = tl.program_id(0) // num_blocks // num_heads
+    first = stored
+    start = 0
+    if T.PACKED_Q:
+        sequence, first_slot = sequence_of(stored // STAT_TILE, cu_seqlens_q, batch, STAT_TILE)
+        start = tl.load(cu_seqlens_q + sequence)
+        num_rows = tl.load(cu_seqlens_q + sequence + 1) - start
+        first = stored - first_slot * STAT_TILE
+    rows = first + tl.arange(0, BLOCK_M)
+    row_ok = rows < num_rows
+    out_base = head_base(out, batch_idx, head, start, T.PACKED_Q)
+    dout_base = head_base(dout, batch_idx, head, start, T.PACKED_Q)
+    out_tile = load_rows(out_base, out.stride_row, first, num_rows, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+    dout_tile = load_rows(dout_base, dout.stride_row, first, num_rows, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+    sums = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    at = head_base(lse, batch_idx, head, start, T.PACKED_Q) + rows * lse.stride_row
+    value = tl.load(at, mask=row_ok, other=NEG_INF)
+    if dlse is not None:
+        at = head_base(dlse, batch_idx, head, start, T.PACKED_Q) + rows * dlse.stride_row
+        sums -= tl.load(at, mask=row_ok, other=0.0).to(tl.float32)
+    empty = value == NEG_INF
+    if not T.TRANSFORMED:
+        value = lse_in_log2(value)
+    places = stored + tl.arange(0, BLOCK_M)
+    lse_at = head_base(lse_unit, batch_idx, head, start, False) + places * lse_unit.stride_row
+    delta_at = head_base(delta, batch_idx, head, start, False) + places * delta.stride_row
+    tl.store(lse_at, tl.where(empty, float("inf"), value), mask=places < num_stored)
+    tl.store(delta_at, tl.where(empty, 0.0, sums), mask=places < num_stored)
+
+
+@triton.jit
+def tile_is_seen(
+    m_first, n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
+):
+    """Whether some query of the tile sees some of its keys."""
+    m_last = tl.minimum(m_first + BLOCK_M, seqlen_q) - 1
+    n_last = tl.minimum(n_first + BLOCK_N, seqlen_k) - 1
+    seen = (m_first <= m_last) & (n_first <= n_last)
+    if T.HAS_RIGHT:
+        seen = seen & (n_first <= m_last + seqlen_k - seqlen_q + band.right)
+    if T.HAS_LEFT:
+        seen = seen & (n_last >= m_first + seqlen_k - seqlen_q - band.left)
+    return seen
+
+
+@triton.jit
+def tile_score_gradient(
+    q, k, v, dout, lse_unit, delta, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, band, scalars,
+    batch_idx, head,
+    m_first, n_first, q_start, seqlen_q, k_start, seqlen_k,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the biased scores of one (BLOCK_M, BLOCK_N) tile; 0 outside the sequence and the band."""
+    m_idx = m_first + tl.arange(0, BLOCK_M)
+    n_idx = (n_first + tl.arange(0, BLOCK_N))[None, :]
+    kv_head = head // T.GROUP_SIZE
+    table = 0
+    if T.PAGED:
+        k_base = page_base(k, kv_head)
+        v_base = page_base(v, kv_head)
+        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
+    else:
+        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
+        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
+    q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
+    dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
+    q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+    dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+    k_source = (k, k_base, table, None, 0, 0, 0)
+    v_source = (v, v_base, table, None, 0, 0, 0)
+    pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
+    k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    lse_tile, delta_tile = load_stats(lse_unit, delta, m_first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T)
+    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
+    keep = True
+    if T.HAS_DROPOUT:
+        keep = dropout_keep(terms[5], m_idx, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+    dots = dot(q_tile, tl.trans(k_tile), T)
+    dp = dot(dout_tile, tl.trans(v_tile), T)
+    p, capped = probabilities(
+        dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
+    )
+    if tile_map is not None:
+        kind = kind_at(tile_map, batch_idx, head, m_first, n_first)
+        p = hide_listed(p, tile_bits, kind, m_idx[:, None], n_idx)
+    ds_bias, _ = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
+    return ds_bias
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars", "shape", "num_shares"])
+def bias_gradient_kernel(
+    q, k, v, dout, lse_unit, delta, dbias, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, sizes,
+    band, scalars, shape, num_shares,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One share of one dbias tile. `shape` is the bias's own 4-D shape; dbias is (num_shares, *shape), contiguous."""
+    m_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+    n_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
+    bias_batch, bias_heads, bias_rows, bias_cols = shape
+    own_m = (bias_rows + BLOCK_M - 1) // BLOCK_M
+    own_n = (bias_cols + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    share = pid % num_shares
+    own_n_block = pid // num_shares % own_n
+    own_m_block = pid // num_shares // own_n % own_m
+    own_head = pid // num_shares // own_n // own_m % bias_heads
+    own_batch = pid // num_shares // own_n // own_m // bias_heads
+    # A broadcast dimension is walked from end to end; any other is visited at the program's own index.
+    m_reps = tl.where(bias_rows == 1, m_blocks, 1)
+    n_reps = tl.where(bias_cols == 1, n_blocks, 1)
+    head_reps = sizes.num_heads // bias_heads
+    reps = m_reps * n_reps * head_reps * (sizes.batch // bias_batch)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    per_share = (reps + num_shares - 1) // num_shares
+    for rep in range(share * per_share, tl.minimum((share + 1) * per_share, reps)):
+        m_block = own_m_block + rep % m_reps
+        n_block = own_n_block + rep // m_reps % n_reps
+        head = own_head + rep // m_reps // n_reps % head_reps
+        batch_idx = own_batch + rep // m_reps // n_reps // head_reps
+        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+        if tile_is_seen(m_block * BLOCK_M, n_block * BLOCK_N, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T):
+            acc += tile_score_gradient(
+                q, k, v, dout, lse_unit, delta, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, band,
+                scalars, batch_idx, head, m_block * BLOCK_M, n_block * BLOCK_N, q_start, seqlen_q, k_start, seqlen_k,
+                BLOCK_M, BLOCK_N, T
+            )  # fmt: skip
+    rows = own_m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = own_n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    plane = ((share * bias_batch + own_batch).to(tl.int64) * bias_heads + own_head) * bias_rows * bias_cols
+    store_reduced(acc, dbias + plane, rows, cols, bias_rows, bias_cols)
+
+
+@triton.jit
+def store_reduced(acc, plane, rows, cols, num_rows, num_cols):
+    """Write a tile, first summed over rows or columns where the bias has only one."""
+    if num_rows == 1:
+        acc = tl.where(rows[:, None] == 0, tl.sum(acc, 0)[None, :], 0.0)
+    if num_cols == 1:
+        acc = tl.where(cols[None, :] == 0, tl.sum(acc, 1)[:, None], 0.0)
+    at = plane + rows[:, None].to(tl.int64) * num_cols + cols[None, :]
+    tl.store(at, acc.to(plane.dtype.element_ty), mask=(rows[:, None] < num_rows) & (cols[None, :] < num_cols))
+
+
+@triton.jit(do_not_specialize=["num_kv_heads", "max_pages"])
+def gather_pages_kernel(
+    rows, pages, order, page_ends, seqlens_k, num_kv_heads, max_pages,
+    PAGE_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sum the rows of every table entry that names this page. Grid: page * num_kv_heads. `rows` is fp32 (batch, head,
+    key, dim).
+    """
+    head = tl.program_id(0) % num_kv_heads
+    page = tl.program_id(0) // num_kv_heads
+    begin = tl.load(page_ends + page - 1, mask=page > 0, other=0)
+    end = tl.load(page_ends + page)
+    d_idx = tl.arange(0, BLOCK_D)[None, :]
+    for slot in tl.range(0, PAGE_SIZE, BLOCK_S):
+        slots = slot + tl.arange(0, BLOCK_S)[:, None]
+        acc = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+        for i in tl.range(begin, end):
+            entry = tl.load(order + i)
+            batch_idx = entry // max_pages
+            n_idx = entry % max_pages * PAGE_SIZE + slots
+            base = rows.ptr + batch_idx * rows.stride_batch + tl.cast(head, tl.int64) * rows.stride_head
+            ok = (slots < PAGE_SIZE) & (n_idx < tl.load(seqlens_k + batch_idx)) & (d_idx < DIM)
+            acc += tl.load(base + n_idx * rows.stride_row + d_idx, mask=ok, other=0.0)
+        base = pages.ptr + tl.cast(page, tl.int64) * pages.stride_batch + tl.cast(head, tl.int64) * pages.stride_head
+        at = base + slots * pages.stride_row + d_idx
+        tl.store(at, acc.to(pages.ptr.dtype.element_ty), mask=(slots < PAGE_SIZE) & (d_idx < DIM))
+
+
+def entries_by_page(block_table: Tensor, seqlens_k: Tensor, num_pages: int, page_size: int) -> tuple[Tensor, Tensor]:
+    """(order, page_ends): flat table entries in use, sorted by page, and where each page's entries end. Does not
+    synchronise.
+    """
+    max_pages = block_table.shape[1]
+    first_key = torch.arange(max_pages, device=block_table.device) * page_size
+    used = first_key[None, :] < seqlens_k[:, None]
+    pages, order = torch.where(used, block_table, num_pages).flatten().sort(stable=True)
+    ends = torch.searchsorted(pages, torch.arange(num_pages, device=pages.device, dtype=pages.dtype), right=True)
+    return order, ends

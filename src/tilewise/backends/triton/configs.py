@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tilewise.backends.triton.traits import element_size, is_plain, is_rich, tile_widths
+import torch
+
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
-
-__all__ = ["MAX_SPLITS", "Config", "Kind", "Pass", "choose", "config_of", "overridden", "overrides", "within_pages"]
 
 Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
 
@@ -30,7 +29,7 @@ class Config:
     - `heads_per_wave`: heads that run at the same time; None means as many as keep their rows in L2.
     - `max_registers`: limit per thread, so that as many programs fit an SM as shared memory allows.
     - `joined`: masked tiles share the pipelined loop of unmasked ones; in the forward only with boxes and plain scores.
-    - `boxes`: the forward loads and stores all tiles by TMA (see boxes.py).
+    - `boxes`: the forward loads and stores all tiles by TMA (see primitives.py).
     - `hold_queries`: queries stay in registers, for 16 bits and sm_90.
     - `paired`: K and V of a tile share a barrier, in the joined loop of the forward.
     """
@@ -49,6 +48,13 @@ class Config:
     paired: bool = False
 
 
+# tl.dot takes no inner dimension below this. The sides of a tile are powers of two.
+MIN_DOT_SIDE = 16
+# Keys in the largest tile of the tables. Pages of a multiple of it are never gathered row by row.
+LARGEST_TILE = 128
+# From this scale on, one multiply-add per score is not exact enough: from scores of 1.5e9 on, the rounding error of the
+# product passes 128, and 2 to that power overflows. The slower EXACT path subtracts the maximum first.
+LARGE_SCALE = 1024.0
 # Upper limit on splits, because partial results must be merged. Starting and finishing a program costs about as much as
 # reading PROGRAM_COST tiles.
 MAX_SPLITS = 128
@@ -266,7 +272,7 @@ def choose(
 ) -> Config:
     """The tile of one pass for a device, element width and padded head_dim (the larger of q's and v's).
 
-    `rich` problems hold more than K, V and scores in a tile (see traits.is_rich). `kinds` (see `_kinds`) are tried in
+    `rich` problems hold more than K, V and scores in a tile (see is_rich). `kinds` (see `_kinds`) are tried in
     order; the first with a row for this head_dim is used.
     """
     override = (overrides() or {}).get(direction)
@@ -378,3 +384,55 @@ def _kinds(problem: AttentionProblem) -> tuple[Kind, ...]:
         ("many", not few),
     )
     return tuple(kind for kind, on in asked if on)
+
+
+def padded(head_dim: int) -> int:
+    """The next power of two that a matrix product takes."""
+    return max(MIN_DOT_SIDE, 1 << (head_dim - 1).bit_length())
+
+
+def tile_widths(head_dim: int, head_dim_v: int, *, halved: bool = False) -> tuple[int, int]:
+    """(columns of a Q or K tile, of a V or O tile): padded, and at least 64 where they differ. `halved`: even and odd
+    columns are separate tiles.
+
+    Triton 3.6 miscompiles sm_90 products where Q is 64 wide and V 32 or 16 (16 bits with bias, mask, softcap or
+    dropout: out is wrong, lse right). Widths from 64 on pass the suite.
+    """
+    least = 2 * MIN_DOT_SIDE if halved else MIN_DOT_SIDE
+    width, width_v = max(least, padded(head_dim)), max(least, padded(head_dim_v))
+    return (width, width) if width == width_v else (max(64, width), max(64, width_v))
+
+
+def is_transformed(problem: AttentionProblem) -> bool:
+    """Whether scores are more than q.k times a positive scale."""
+    terms = (problem.softcap, problem.bias_shape, problem.mask_shape)
+    return problem.has_alibi or problem.scale <= 0.0 or any(term is not None for term in terms)
+
+
+def is_exact(problem: AttentionProblem) -> bool:
+    """Whether the scale may take plain scores of ordinary q and k past 2^31, in log2 units."""
+    return problem.scale >= LARGE_SCALE and not is_transformed(problem)
+
+
+def is_plain(problem: AttentionProblem) -> bool:
+    """Whether rows have 16 or 32 bits, heads need no padding, scores are untransformed, and no tile mask is given."""
+    dims = (problem.head_dim, problem.head_dim_v)
+    plain = not (is_transformed(problem) or is_exact(problem))
+    plain &= problem.tiles_shape is None
+    return problem.kind != "paged" and not problem.fp8 and plain and tile_widths(*dims) == dims
+
+
+def is_rich(problem: AttentionProblem, direction: str) -> bool:
+    """Whether a tile holds more than K, V and plain scores, and must be smaller: bias, masks, dropout bits, softcap.
+
+    In the backward a pointer for each row of small pages counts too. The forward looks pages up one tile ahead and
+    keeps the larger tile, which is faster.
+    """
+    extras = (problem.bias_shape, problem.mask_shape, problem.tiles_shape, problem.softcap)
+    small_pages = direction != "forward" and problem.page_size is not None and problem.page_size % LARGEST_TILE != 0
+    return problem.dropout > 0.0 or small_pages or any(extra is not None for extra in extras)
+
+
+def element_size(problem: AttentionProblem) -> int:
+    """Bytes of an element of K and V in a tile. e4m3 that is multiplied in fp32 counts as fp32."""
+    return 1 if problem.fp8 and problem.dtype != torch.float32 else problem.dtype.itemsize

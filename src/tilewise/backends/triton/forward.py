@@ -17,22 +17,25 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.gpu.work_list import listed_item
-from tilewise.backends.triton.boxes import box_place, in_registers, load_box, store_box
+from tilewise.backends.triton.listed import hide_scores, list_of, listed_block, listed_steps
 from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
     NEG_INF,
     around_gap,
     box_origin,
+    box_place,
     clear_rows,
     dot,
     dot_add,
     dropout_keep,
     head_base,
+    in_registers,
     keep_in_band,
     key_pages,
     key_range,
     key_span,
+    load_box,
     load_keys,
     load_rows,
     natural_scores,
@@ -41,6 +44,7 @@ from tilewise.backends.triton.primitives import (
     score_terms,
     softmax_step,
     softmax_step_scaled,
+    store_box,
     store_rows,
     work_item,
     zeros,
@@ -57,7 +61,7 @@ from tilewise.backends.triton.quantised import (
 
 @triton.jit
 def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """q.k of a tile of keys. A source whose column is None is a box descriptor with coordinates (see boxes.py)."""
+    """q.k of a tile of keys. A source whose column is None is a box descriptor with coordinates."""
     if T.FP8:
         return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     elif k_source[5] is None:
@@ -179,6 +183,38 @@ def attend_joined(
 
 
 @triton.jit
+def attend_listed(
+    acc, row_max, row_sum, q, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin, end, entries,
+    bits,
+    BLOCK_N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """`attend` over the keys begin..end in the tiles that a tile mask lists."""
+    m_idx, head, batch_idx = place
+    scale_log2 = scalars.scale * LOG2E
+    lower, upper = listed_steps(entries, begin, end, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
+    for step in tl.range(lower, upper):
+        first, kind = listed_block(entries, step, BLOCK_N)
+        n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+        pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
+        scores = key_products(q, k_source, pages, first, seqlen_k, True, BLOCK_N, T)
+        v_scales = value_scales(v_source, pages, first, seqlen_k, BLOCK_N, T)
+        if T.TRANSFORMED:
+            scores, _ = natural_scores(scores, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, True, T)
+        scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+        scores = hide_scores(scores, bits, kind, m_idx[:, None], n_idx)
+        tops, v_scales = row_tops(scores, v_scales, T)
+        if T.TRANSFORMED:
+            p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
+        else:
+            p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scale_log2, T)
+        if T.HAS_DROPOUT:
+            kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+            p = tl.where(kept, p, 0.0)
+        acc = add_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, True, BLOCK_N, T)
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
     """(out, lse) of a finished state: divide once. A row without keys gives 0 and -inf."""
     if len(row_sum.shape) == 2:
@@ -244,7 +280,7 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def forward_kernel(
     q, k, v, q_scale, k_scale, v_scale, q_desc, k_desc, v_desc, out_desc, k_box, v_box, out, lse, bias, mask,
-    alibi_slopes, sinks, seed_ptr, lengths, work, sizes, band, scalars,
+    tile_rows, tile_bits, alibi_slopes, sinks, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD_QUERIES: tl.constexpr,
     DIRECT: tl.constexpr, JOINED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
@@ -320,7 +356,12 @@ def forward_kernel(
     place = (m_idx, head, batch_idx)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    if JOINED:
+    if tile_rows is not None:
+        acc, row_max, row_sum = attend_listed(
+            acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin,
+            end, list_of(tile_rows, batch_idx, head, m_first), tile_bits, BLOCK_N, T
+        )  # fmt: skip
+    elif JOINED:
         acc, row_max, row_sum = attend_joined(
             acc, row_max, row_sum, q_tile, k_source, v_source, m_idx, scalars, band, seqlen_q, seqlen_k, begin,
             full_begin, full_end, end, BLOCK_N, PAIRED, T

@@ -1,58 +1,72 @@
-"""From canonical operands to kernels. Everything but addresses is prepared once per problem and strides.
+"""From canonical operands to kernels: the passes of the forward and backward, and the kernel calls they consist of.
 
-A call looks up its pass, allocates the results and launches the kernels. Nothing here waits for the device, so calls
-can be captured in a CUDA graph.
+A call looks up its pass, which is prepared once per problem and strides, allocates the results and launches the
+kernels. Nothing here waits for the device, so calls can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import (
-    BACKWARD_GIVEN,
-    HEADS_FIRST,
-    MAX_PASSES,
-    Allocation,
-    Pass,
-    Places,
-    RawViews,
-    View,
-    Wish,
-    named_views,
-    pass_of,
-    raw_views,
-)
-from tilewise.backends.gpu.symbols import KernelCall
-from tilewise.backends.triton import configs, passes
-from tilewise.backends.triton.arguments import list_words, rows_allocation, stored_rows, workspace_rows
-from tilewise.backends.triton.pages import entries_by_page
-from tilewise.backends.triton.planning import Plan, plan_for
+from tilewise import tiles
+from tilewise.backends.gpu import launching
+from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.offline import operand_views
+from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
+from tilewise.backends.gpu.work_list import list_call, list_size, rows_together
+from tilewise.backends.triton import backward as bwd
+from tilewise.backends.triton import configs, decode, forward
+from tilewise.backends.triton.arguments import (
+    STAT_TILE,
+    Views,
+    box_descriptors,
+    dense_rows,
+    is_listed,
+    key_descriptors,
+    key_rows,
+    list_words,
+    listed_heads,
+    listed_tiles,
+    listing_arguments,
+    packed_rows,
+    page_rows,
+    query_descriptors,
+    query_rows,
+    scale_arguments,
+    score_arguments,
+    single_address,
+    stat_descriptors,
+    stat_rows,
+    stored_rows,
+    work_address,
+    workspace_rows,
+)  # fmt: skip
+from tilewise.backends.triton.configs import MAX_SPLITS, Config, padded
+from tilewise.backends.triton.planning import Plan, of_rows, plan_for
 from tilewise.device import DeviceSpec
 from tilewise.numerics import LN2, LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = [
-    "BackwardPass",
-    "backward_calls",
-    "backward_pass",
-    "bind_backward",
-    "bind_forward",
-    "forward_calls",
-    "forward_pass",
-    "result_allocations",
-    "run_backward",
-    "run_forward",
-]
-
-# Extra tensors of the backward of paged keys.
-PAGE_ORDER = ("order", "page_ends")
+# The tensors of a backward: its operands, and table entries in order for the backward of paged keys.
+GIVEN = (*BACKWARD_GIVEN, "order", "page_ends")
+LISTS = BACKWARD_GIVEN.index("tile_lists")
+# Where the list of the forward's tiles is.
+WORK = Address("workspace", torch.int32)
+STATS_ROWS = 64
+PAGE_SLOTS = 16
+# Partial results that a program merges at a time, bounded by registers.
+COMBINED_ELEMENTS = 8192
+# The limit of a grid's second and third dimension.
+MAX_GRID_SIDE = 65535
 
 
 class TunablePass(Pass):
@@ -60,36 +74,50 @@ class TunablePass(Pass):
 
     __slots__ = ()
 
-    def __call__(self, tensors: Sequence[Tensor | None], places: Places | None = None) -> list[Tensor] | None:
+    def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> list[Tensor] | None:
         """The results, or None."""
         return super().__call__(tensors, places) if configs.overrides() is None else None
 
 
-class BackwardPass(NamedTuple):
-    """A backward call without its addresses."""
-
-    plan: Plan
-    kernels: Pass
-
-
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    if problem.dropout > 0.0 or problem.has_sinks:
-        operands = _ready(operands)
-    q = operands.q
-    made = forward_pass(problem, devices.of(q.device), q.get_device(), raw_views(operands)).run(operands)
-    out, lse = made["out"], made["lse"]
+    operands = _ready(problem, operands)
+    made = launching.bound_to(forward_pass, problem, operands, operands.q, True).run(operands)
+    out, lse = launching.heads_first(problem, made["out"]), made["lse"]
     if problem.batch == 0 or problem.seqlen_q == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     return out, lse
 
 
-def _ready(operands: Operands) -> Operands:
-    """Contiguous sinks, and the seed on the device."""
-    sinks, seed = operands.sinks, operands.seed
-    if seed is not None:
-        seed = seed.contiguous() if seed.device == operands.q.device else _filled(seed, operands.q.device)
-    return operands._replace(sinks=None if sinks is None else sinks.contiguous(), seed=seed)
+def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
+    """See Binding."""
+    if not _bindable(problem) or _lacks_lists(problem, operands.tile_lists):
+        return None
+    return launching.bound_to(forward_pass, problem, operands, operands.q, want_lse)
+
+
+def _bindable(problem: AttentionProblem) -> bool:
+    """Whether a call only allocates results and launches: see run_forward and run_backward."""
+    nothing = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
+    return not (nothing or problem.dropout > 0.0 or configs.overrides() is not None)
+
+
+def _ready(problem: AttentionProblem, operands: Operands) -> Operands:
+    """The operands with the seed on the device, and the lists of a tile mask."""
+    if problem.tiles_shape is not None and operands.tile_lists is None:
+        assert operands.tiles is not None
+        # Without those of broadcast sequences and heads.
+        stored = operands.tiles[: problem.tiles_shape[0], : problem.tiles_shape[1]]
+        operands = operands._replace(tile_lists=tiles.lists_of(stored))
+    seed, where = operands.seed, operands.q.device
+    if seed is None:
+        return operands
+    return operands._replace(seed=seed.contiguous() if seed.device == where else _filled(seed, where))
+
+
+def _lacks_lists(problem: AttentionProblem, lists: Tensor | None) -> bool:
+    """Whether every call must make the lists of a tile mask."""
+    return problem.tiles_shape is not None and lists is None
 
 
 def _filled(seed: Tensor, where: torch.device) -> Tensor:
@@ -102,46 +130,44 @@ def _filled(seed: Tensor, where: torch.device) -> Tensor:
     return there
 
 
-def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
-    """See Binding."""
-    if not _bindable(problem, operands.sinks):
-        return None
-    wish = Wish(in_layout=True, also=("lse",) if want_lse else ())
-    return forward_pass(problem, devices.of(operands.q.device), operands.q.get_device(), raw_views(operands), wish)
-
-
-def _bindable(problem: AttentionProblem, sinks: Tensor | None) -> bool:
-    """Whether a call only allocates results and launches: see run_forward and run_backward."""
-    nothing = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
-    scattered = sinks is not None and not sinks.is_contiguous()
-    return not (nothing or scattered or problem.dropout > 0.0 or configs.overrides() is not None)
-
-
 def forward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wish: Wish = HEADS_FIRST
+    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, want_lse: bool = True
 ) -> Pass:
     """The pass, prepared by the first call that needs it. Not cached while tiles are overridden."""
     prepare = _kept_forward if configs.overrides() is None else _prepare_forward
-    return prepare(problem, device, index, views, wish)
+    return prepare(problem, device, index, views, want_lse)
 
 
-def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wish: Wish) -> Pass:
+def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool) -> Pass:
     views = named_views(Operands._fields, raw)
-    made: dict[str, Allocation | None] = dict(result_allocations(problem, views))
+    results = result_allocations(problem)
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    calls = forward_calls(problem, device, views | {name: a.view for name, a in made.items() if a is not None})
-    elements = sum(passes.parts_size(plan)) + passes.forward_list_words(plan)
-    # Padding that aligns the parts of out for vector loads, see passes.decode_calls.
-    made["workspace"] = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
-    kind = TunablePass if wish.in_layout else Pass
-    return pass_of(problem.layout, calls, Operands._fields, made, device, index, wish, kind=kind)
+    calls = forward_calls(problem, device, views | {name: made.view for name, made in results.items()})
+    elements = sum(parts_size(plan)) + forward_list_words(plan)
+    # Padding that aligns the parts of out for vector loads, see decode_calls.
+    workspace = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
+    made = launching.in_layout(problem, results) | {"workspace": workspace}
+    read = ("out", "lse") if want_lse else ("out",)
+    return _kind()(calls, Operands._fields, made, device, index, read=read, copied=_copied_sinks(views))
 
 
-def result_allocations(problem: AttentionProblem, views: dict[str, View]) -> dict[str, Allocation]:
+_kept_forward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_forward)
+
+
+def _kind() -> type[Pass]:
+    return TunablePass if configs.overrides() is None else Pass
+
+
+def _copied_sinks(views: Views) -> dict[str, torch.dtype]:
+    """Kernels read sinks as adjacent elements."""
+    return {"sinks": views["sinks"].dtype} if "sinks" in views and views["sinks"].strides != (1,) else {}
+
+
+def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
     """The results of the forward: out and lse."""
     rows = (problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
     return {
-        "out": rows_allocation(problem, views["q"]._replace(dtype=problem.dtype), *rows),
+        "out": Allocation.rows(problem, *rows, problem.dtype),
         "lse": Allocation.contiguous(problem.lse_shape, torch.float32),
     }
 
@@ -151,10 +177,21 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
     if 0 in (problem.batch, problem.seqlen_q):
         return []
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    return passes.decode_calls(plan, views) if plan.num_splits > 0 else passes.forward_calls(plan, views)
+    return decode_calls(plan, views) if plan.num_splits > 0 else tiled_calls(plan, views)
 
 
-_kept_forward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_forward)
+def calls_of(problem: AttentionProblem, device: DeviceSpec) -> list[KernelCall]:
+    """The kernel calls of a problem with contiguous operands, for compiling ahead of time: forward, and backward if the
+    problem needs gradients.
+    """
+    views = operand_views(problem, packed_queries=problem.seqlen_q > 1)
+    views |= {name: allocation.view for name, allocation in result_allocations(problem).items()}
+    calls = forward_calls(problem, device, views)
+    if problem.needs_grad:
+        views["dout"] = views["out"]
+        wanted = Wanted(dbias=problem.bias_shape is not None, dsinks=problem.has_sinks)
+        calls += backward_calls(problem, device, views, wanted)
+    return calls
 
 
 def run_backward(
@@ -171,25 +208,23 @@ def run_backward(
         dout = dout.contiguous()
     if problem.batch == 0 or problem.seqlen_q == 0:
         return _zero_gradients(problem, operands, wanted)
-    if problem.dropout > 0.0 or problem.has_sinks:
-        operands = _ready(operands)
-    q, paged = operands.q, problem.page_size is not None and (wanted.dk or wanted.dv)
+    operands = _ready(problem, operands)
+    paged = problem.page_size is not None and (wanted.dk or wanted.dv)
     order = _pages_in_order(problem, operands) if paged else ()
     given = (dout, dlse, out, lse, *operands)
-    wish = Wish(also=("workspace",) if wanted.dsinks else ())
-    plan, kernels = backward_pass(problem, devices.of(q.device), q.get_device(), raw_views(given), wanted, wish)
-    made = kernels.run((*given, *order))
-    dk, dv = (made.get(f"{name}_pages", made.get(name)) for name in ("dk", "dv"))
+    made = launching.bound_to(backward_pass, problem, given, operands.q, wanted).run((*given, *order))
+    dq, dk, dv = (launching.heads_first(problem, made[name]) if name in made else None for name in ("dq", "dk", "dv"))
+    dk, dv = made.get("dk_pages", dk), made.get("dv_pages", dv)
     if problem.seqlen_k == 0:
         for gradient in (dk, dv):
             if gradient is not None:
                 gradient.zero_()
     return Gradients(
-        dq=made.get("dq"),
-        dk=dk,
-        dv=dv,
+        dq,
+        dk,
+        dv,
         dbias=_summed(made["dbias"], operands) if wanted.dbias else None,
-        dsinks=_sink_gradient(plan, operands, made["workspace"]) if wanted.dsinks else None,
+        dsinks=_sink_gradient(problem, operands, made["workspace"]) if wanted.dsinks else None,
     )
 
 
@@ -197,18 +232,16 @@ def bind_backward(
     problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
 ) -> Pass | None:
     """See Binding; `given` in the order of BACKWARD_GIVEN."""
-    sinks = given[BACKWARD_GIVEN.index("sinks")]
-    if not _bindable(problem, sinks) or problem.page_size is not None or wanted.dbias or wanted.dsinks:
+    if not _bindable(problem) or problem.page_size is not None or _lacks_lists(problem, given[LISTS]):
         return None
-    wish = Wish(in_layout=True, also=())
-    return backward_pass(problem, devices.of(q.device), q.get_device(), raw_views(given), wanted, wish).kernels
+    return launching.bound_to(backward_pass, problem, given, q, wanted)
 
 
 def _pages_in_order(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     assert operands.block_table is not None
     assert operands.seqlens_k is not None
     assert problem.page_size is not None
-    return entries_by_page(operands.block_table, operands.seqlens_k, operands.k.shape[0], problem.page_size)
+    return bwd.entries_by_page(operands.block_table, operands.seqlens_k, operands.k.shape[0], problem.page_size)
 
 
 def _summed(parts: Tensor, operands: Operands) -> Tensor:
@@ -216,80 +249,10 @@ def _summed(parts: Tensor, operands: Operands) -> Tensor:
     return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(operands.bias.dtype)
 
 
-def backward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wanted: Wanted, wish: Wish = HEADS_FIRST
-) -> BackwardPass:
-    """The pass, prepared by the first call that needs it. Not cached while tiles are overridden."""
-    prepare = _kept_backward if configs.overrides() is None else _prepare_backward
-    return prepare(problem, device, index, views, wanted, wish)
-
-
-def _prepare_backward(
-    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted, wish: Wish
-) -> BackwardPass:
-    views = named_views(BACKWARD_GIVEN, raw)
-    plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    calls, made = backward_calls(problem, device, views, wanted), _gradient_allocations(plan, views, wanted)
-    made["workspace"] = Allocation.contiguous((2 * workspace_rows(plan, 0)[1] + list_words(plan),), torch.float32)
-    given = (*BACKWARD_GIVEN, *PAGE_ORDER)
-    kind = TunablePass if wish.in_layout else Pass
-    return BackwardPass(plan, pass_of(problem.layout, calls, given, made, device, index, wish, kind=kind))
-
-
-_kept_backward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_backward)
-
-
-def _gradient_allocations(plan: Plan, views: dict[str, View], wanted: Wanted) -> dict[str, Allocation | None]:
-    problem = plan.problem
-    made: dict[str, Allocation | None] = dict.fromkeys(("dq", "dk", "dv", "dbias", "dk_pages", "dv_pages"))
-    if wanted.dq:
-        made["dq"] = rows_allocation(
-            problem, views["q"], problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim
-        )
-    if wanted.dk or wanted.dv:
-        for name, dim in (("dk", problem.head_dim), ("dv", problem.head_dim_v)):
-            if problem.page_size is None:
-                made[name] = rows_allocation(
-                    problem, views["k"], problem.num_kv_heads, problem.seqlen_k, problem.total_k, dim
-                )
-            else:
-                made[name] = Allocation.contiguous(passes.page_rows_shape(plan, dim), torch.float32)
-                num_pages = problem.total_k // problem.page_size
-                shape = (num_pages, problem.page_size, problem.num_kv_heads, dim)
-                made[f"{name}_pages"] = Allocation.contiguous(shape, problem.dtype)
-    if wanted.dbias:
-        shares, _ = passes.bias_shares(plan)
-        assert problem.bias_shape is not None
-        dtype = views["bias"].dtype if shares == 1 else torch.float32
-        made["dbias"] = Allocation.contiguous((shares, *problem.bias_shape), dtype)
-    return made
-
-
-def backward_calls(
-    problem: AttentionProblem, device: DeviceSpec, views: dict[str, View], wanted: Wanted
-) -> list[KernelCall]:
-    """The kernels of a backward call."""
-    plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    made = _gradient_allocations(plan, views, wanted)
-    given = {name: allocation.view for name, allocation in made.items() if allocation is not None}
-    shared = passes.shared_arguments(plan, views)
-    calls = [passes.stats_call(plan, views, given)]
-    if "dk" in given:
-        calls.append(passes.key_gradient_call(plan, shared, given["dk"], given["dv"]))
-    if "dk_pages" in given:
-        calls.append(passes.gather_pages_call(plan, views, "dk", given["dk_pages"], problem.head_dim))
-        calls.append(passes.gather_pages_call(plan, views, "dv", given["dv_pages"], problem.head_dim_v))
-    if "dq" in given:
-        calls.append(passes.query_gradient_call(plan, shared, given["dq"]))
-    if "dbias" in given:
-        calls.append(passes.bias_gradient_call(plan, shared, given["dbias"]))
-    return calls
-
-
-def _sink_gradient(plan: Plan, operands: Operands, workspace: Tensor) -> Tensor:
+def _sink_gradient(problem: AttentionProblem, operands: Operands, workspace: Tensor) -> Tensor:
     """-sum over rows of exp(sink - lse) * delta, in a fixed order."""
     assert operands.sinks is not None
-    problem = plan.problem
+    plan = plan_for(problem, devices.of(operands.q.device), operands.cu_seqlens_q is not None)
     dense = problem.kind == "dense"
     packed = plan.traits.PACKED_Q
     length = problem.seqlen_q if dense else stored_rows(plan) if packed else problem.total_q
@@ -308,3 +271,326 @@ def _zero_gradients(problem: AttentionProblem, operands: Operands, wanted: Wante
     dbias = None if bias is None or problem.bias_shape is None else bias.new_zeros(problem.bias_shape)
     dsinks = None if operands.sinks is None else torch.zeros_like(operands.sinks)
     return Gradients(q, k, v, dbias if wanted.dbias else None, dsinks if wanted.dsinks else None)
+
+
+def backward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wanted: Wanted) -> Pass:
+    """The pass, prepared by the first call that needs it. Not cached while tiles are overridden."""
+    prepare = _kept_backward if configs.overrides() is None else _prepare_backward
+    return prepare(problem, device, index, views, wanted)
+
+
+def _prepare_backward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
+    views = named_views(BACKWARD_GIVEN, raw)
+    plan = plan_for(problem, device, "cu_seqlens_q" in views)
+    calls, gradients = backward_calls(problem, device, views, wanted), _gradient_allocations(plan, views, wanted)
+    words = 2 * workspace_rows(plan, 0)[1] + list_words(plan)
+    made = launching.in_layout(problem, gradients) | {"workspace": Allocation.contiguous((words,), torch.float32)}
+    read = (*gradients, "workspace") if wanted.dsinks else tuple(gradients)
+    return _kind()(calls, GIVEN, made, device, index, read=read, copied=_copied_sinks(views))
+
+
+_kept_backward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_backward)
+
+
+def _gradient_allocations(plan: Plan, views: Views, wanted: Wanted) -> dict[str, Allocation]:
+    problem, made = plan.problem, dict[str, Allocation]()
+    queries, keys = (problem.num_heads, problem.seqlen_q, problem.total_q), (problem.num_kv_heads, problem.seqlen_k)
+    if wanted.dq:
+        made["dq"] = Allocation.rows(problem, *queries, problem.head_dim, views["q"].dtype)
+    if wanted.dk or wanted.dv:
+        for name, dim in (("dk", problem.head_dim), ("dv", problem.head_dim_v)):
+            if problem.page_size is None:
+                made[name] = Allocation.rows(problem, *keys, problem.total_k, dim, views["k"].dtype)
+            else:
+                made[name] = Allocation.contiguous(page_rows_shape(plan, dim), torch.float32)
+                num_pages = problem.total_k // problem.page_size
+                shape = (num_pages, problem.page_size, problem.num_kv_heads, dim)
+                made[f"{name}_pages"] = Allocation.contiguous(shape, problem.dtype)
+    if wanted.dbias:
+        shares, _ = bias_shares(plan)
+        assert problem.bias_shape is not None
+        dtype = views["bias"].dtype if shares == 1 else torch.float32
+        made["dbias"] = Allocation.contiguous((shares, *problem.bias_shape), dtype)
+    return made
+
+
+def backward_calls(
+    problem: AttentionProblem, device: DeviceSpec, views: dict[str, View], wanted: Wanted
+) -> list[KernelCall]:
+    """The kernels of a backward call."""
+    plan = plan_for(problem, device, "cu_seqlens_q" in views)
+    made = _gradient_allocations(plan, views, wanted)
+    given = {name: allocation.view for name, allocation in made.items()}
+    shared = shared_arguments(plan, views)
+    calls = [stats_call(plan, views, given)]
+    if "dk" in given:
+        calls.append(key_gradient_call(plan, shared, given["dk"], given["dv"]))
+    if "dk_pages" in given:
+        calls.append(gather_pages_call(plan, views, "dk", given["dk_pages"], problem.head_dim))
+        calls.append(gather_pages_call(plan, views, "dv", given["dv_pages"], problem.head_dim_v))
+    if "dq" in given:
+        calls.append(query_gradient_call(plan, shared, given["dq"]))
+    if "dbias" in given:
+        calls.append(bias_gradient_call(plan, shared, given["dbias"]))
+    return calls
+
+
+def tiled_calls(plan: Plan, views: Views) -> list[KernelCall]:
+    """The forward kernel, preceded for packed sequences by the kernel that lists their tiles."""
+    problem, config = plan.problem, plan.config("forward")
+    arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
+    boxes = box_descriptors(plan, arguments, config)
+    boxed = boxes["q_desc"] is not None
+    if config.boxes and not boxed:  # pointers take more registers than boxes: under the limit they spill
+        config = replace(config, max_registers=None)
+    streamed = key_descriptors(plan, arguments, config)
+    arguments |= streamed | boxes if boxed else boxes | streamed
+    # Queries loaded by pointers stay in shared memory: in registers, ptxas waits after every wgmma (C7515).
+    arguments["HOLD_QUERIES"] = config.hold_queries and boxed
+    traits = plan.traits
+    arguments["JOINED"] = config.joined and boxed and not (traits.TRANSFORMED or traits.EXACT or traits.HAS_DROPOUT)
+    arguments["PAIRED"] = config.paired
+    if _takes_list(plan):
+        return _listed_calls(plan, arguments, config)
+    arguments["DIRECT"] = direct = _is_direct(plan, config)
+    arguments |= {"work": None, "sizes": plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)}
+    tiles = triton.cdiv(plan.sizes.seqlen_q, config.block_m)
+    call = _tiled(forward.forward_kernel, tiles * problem.num_heads * problem.batch, arguments, config)
+    return [replace(call, grid=(tiles, problem.num_heads, problem.batch)) if direct else call]
+
+
+def _listed_calls(plan: Plan, arguments: dict[str, Any], config: Config) -> list[KernelCall]:
+    """The kernel that lists tiles, and the forward over (head of a wave, list index, wave of heads). A list too long
+    for that grid is walked in one dimension, which costs divisions.
+    """
+    heads, tiles = listed_heads(plan, "forward"), listed_tiles(plan, "forward")
+    waves = triton.cdiv(plan.problem.num_heads, heads)
+    direct = max(tiles, waves) <= MAX_GRID_SIDE
+    arguments |= {"work": WORK, "sizes": plan.sizes._replace(heads_per_wave=heads), "DIRECT": direct}
+    call = _tiled(forward.forward_kernel, tiles * plan.problem.num_heads, arguments, config)
+    return [_listing(plan, config, heads), replace(call, grid=(heads, tiles, waves)) if direct else call]
+
+
+def _is_direct(plan: Plan, config: Config) -> bool:
+    """Whether the forward's program ids are (tile, head, sequence), which saves divisions."""
+    problem = plan.problem
+    fits = max(problem.num_heads, problem.batch) <= MAX_GRID_SIDE
+    return problem.kind == "dense" and config.heads_per_wave == 1 and fits
+
+
+def _takes_list(plan: Plan) -> bool:
+    """Whether the forward takes its tiles from a list. Packed queries of paged keys do not."""
+    return plan.problem.kind == "varlen" and plan.num_splits == 0
+
+
+def forward_list_words(plan: Plan) -> int:
+    """32-bit words of the list of the forward's tiles."""
+    return list_size(listed_tiles(plan, "forward")) if _takes_list(plan) else 0
+
+
+def _listing(plan: Plan, config: Config, heads: int) -> KernelCall:
+    """The kernel that lists the tiles of queries; `heads` heads are walked together."""
+    problem = plan.problem
+    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+    banded = plan.traits.HAS_LEFT or plan.traits.HAS_RIGHT
+    together = rows_together(row_bytes, max(1, heads // problem.group_size), banded=banded)
+    return list_call(problem, WORK, config.block_m, together=together, cleared=("out", "lse", None, None))
+
+
+def _results(plan: Plan, views: Views) -> dict[str, Any]:
+    return {
+        "sinks": single_address(views, "sinks"),
+        "out": query_rows(plan, "out", views["out"]),
+        "lse": stat_rows(plan, "lse", views["lse"]),
+    }
+
+
+def _key_bytes(plan: Plan) -> int:
+    """Bytes of K and V that one query head streams, in proportion to its group."""
+    problem = plan.problem
+    return problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize // problem.group_size
+
+
+def parts_size(plan: Plan) -> tuple[int, int]:
+    """Elements of the (out, lse) partial results of split decoding; none if a single split writes the result itself."""
+    # The merge also fills packed rows past the last sequence.
+    if plan.num_splits == 0 or (plan.num_splits == 1 and not plan.traits.PACKED_Q):
+        return 0, 0
+    rows = plan.num_splits * plan.sizes.total_q * plan.problem.num_heads
+    return rows * plan.problem.head_dim_v, rows
+
+
+def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
+    """The split kernel and, if its results are partial, the one that merges them."""
+    problem, config, splits = plan.problem, plan.config("decode"), plan.num_splits
+    num_out, num_lse = parts_size(plan)
+    # The lse parts come first. Their number is rounded up, so that vector loads of the out parts are aligned.
+    lse_bytes = -(-num_lse // 4) * 16
+    parts = {
+        "out_parts": Address("workspace", torch.float32, offset=lse_bytes) if num_out else None,
+        "lse_parts": Address("workspace", torch.float32) if num_lse else None,
+    }
+    arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views) | parts
+    arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
+    rows = plan.sizes.seqlen_q * problem.group_size
+    config = replace(config, block_m=max(config.block_m, triton.next_power_of_2(rows)))
+    call = _tiled(decode.decode_kernel, splits * problem.num_kv_heads * problem.batch, arguments, config)
+    return [call, _combine_call(plan, views, parts)] if num_out else [call]
+
+
+def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall:
+    arguments = parts | {
+        "out": query_rows(plan, "out", views["out"]),
+        "lse": stat_rows(plan, "lse", views["lse"]),
+        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
+        "total_q": plan.sizes.total_q,
+        # Packed tokens are addressed as one long sequence.
+        "seqlen_q": plan.sizes.total_q if plan.traits.PACKED_Q else plan.sizes.seqlen_q,
+        "num_heads": plan.problem.num_heads,
+        "num_splits": plan.num_splits,
+        "batch": plan.problem.batch,
+        "T": replace(of_rows(plan.traits), HAS_SINKS=plan.traits.HAS_SINKS),
+        "MAX_SPLITS": triton.next_power_of_2(max(MAX_SPLITS, plan.num_splits)),
+        "BLOCK_SPLITS": COMBINED_ELEMENTS // plan.traits.BLOCK_DV,
+    }
+    programs = plan.sizes.total_q * plan.problem.num_heads
+    return KernelCall(decode.combine_kernel, (programs, 1, 1), arguments, 4, 1)
+
+
+def stats_call(plan: Plan, views: Views, made: Collection[str]) -> KernelCall:
+    """The kernel that fills the workspace: lse in the unit of the scores, delta, and the lists of packed tiles that the
+    kernels of the gradients in `made` need.
+    """
+    problem = plan.problem
+    dense = problem.kind == "dense"
+    num_rows, batch = (problem.seqlen_q, problem.batch) if dense else (problem.total_q, 1)
+    num_stored = stored_rows(plan)
+
+    def rows(name: str) -> Any:
+        if dense:
+            return dense_rows(problem, name, views[name], problem.num_heads)
+        return packed_rows(name, views[name], problem.num_heads)
+
+    block_m = STATS_ROWS if plan.traits.BLOCK_DV <= 256 else STATS_ROWS // 4
+    arguments = {
+        "out": rows("out"),
+        "dout": rows("dout"),
+        "lse": stat_rows(plan, "lse", views["lse"], packed=True),
+        "dlse": stat_rows(plan, "dlse", views["dlse"], packed=True) if "dlse" in views else None,
+        "lse_unit": workspace_rows(plan, 0, packed=True)[0],
+        "delta": workspace_rows(plan, 1, packed=True)[0],
+        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
+        "num_rows": num_rows,
+        "num_stored": num_stored,
+        "num_heads": problem.num_heads,
+        "batch": problem.batch,
+        "T": of_rows(plan.traits),
+        "BLOCK_M": block_m,
+    } | listing_arguments(plan, made)
+    programs = triton.cdiv(num_stored, block_m) * problem.num_heads * batch
+    return KernelCall(bwd.row_stats_kernel, (programs, 1, 1), arguments, 4, 1)
+
+
+def shared_arguments(plan: Plan, views: Views) -> dict[str, Any]:
+    """Arguments of every backward kernel that computes scores."""
+    return score_arguments(plan, views) | {
+        "dout": query_rows(plan, "dout", views["dout"]),
+        "lse_unit": workspace_rows(plan, 0)[0],
+        "delta": workspace_rows(plan, 1)[0],
+    }
+
+
+def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) -> KernelCall:
+    """The kernel that writes dK and dV. For paged keys it writes one fp32 row per (sequence, key)."""
+    problem, config = plan.problem, plan.config("dkdv")
+    if STAT_TILE % config.block_m:
+        raise ValueError(f"statistics are stored in tiles of {STAT_TILE} rows, not of {config.block_m}")
+    width = problem.head_dim + problem.head_dim_v
+    bytes_per_head = problem.seqlen_q * width * problem.dtype.itemsize * problem.group_size
+    if problem.kind == "paged":
+        rows = {n: dense_rows(problem, n, view, problem.num_kv_heads) for n, view in (("dk", dk), ("dv", dv))}
+    else:
+        rows = {n: key_rows(problem, n, view) for n, view in (("dk", dk), ("dv", dv))}
+    arguments = (
+        shared | rows | {"work": work_address(plan, "dkdv"), "EARLY_DP": config.early_dp, "JOINED": config.joined}
+    )
+    arguments |= query_descriptors(plan, shared, config) | stat_descriptors(plan, config)
+    if is_listed(plan, "dkdv"):
+        arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dkdv"))
+        tiles = listed_tiles(plan, "dkdv")
+    else:
+        arguments["sizes"] = plan.sizes_streaming(config, bytes_per_head, 1)
+        tiles = triton.cdiv(problem.seqlen_k, config.block_n) * problem.batch
+    return _tiled(bwd.key_gradient_kernel, tiles * problem.num_kv_heads, arguments, config)
+
+
+def page_rows_shape(plan: Plan, dim: int) -> tuple[int, int, int, int]:
+    """Shape of the gradient of every key that a sequence reads, before pages are summed."""
+    problem = plan.problem
+    return problem.batch, problem.num_kv_heads, problem.seqlen_k, dim
+
+
+def gather_pages_call(plan: Plan, views: Views, name: str, target: View, dim: int) -> KernelCall:
+    """The kernel that adds the rows of gradient `name` (dk or dv) into `{name}_pages`."""
+    problem = plan.problem
+    page_size = problem.page_size
+    assert page_size is not None
+    rows = Allocation.contiguous(page_rows_shape(plan, dim), torch.float32).view
+    arguments = {
+        "rows": dense_rows(problem, name, rows, problem.num_kv_heads),
+        "pages": page_rows(problem, f"{name}_pages", target),
+        "order": Address("order", torch.int64, aligned=False),
+        "page_ends": Address("page_ends", torch.int64, aligned=False),
+        "seqlens_k": single_address(views, "seqlens_k"),
+        "num_kv_heads": problem.num_kv_heads,
+        "max_pages": problem.seqlen_k // page_size,
+        "PAGE_SIZE": page_size,
+        "BLOCK_S": min(PAGE_SLOTS, triton.next_power_of_2(page_size)),
+        "DIM": dim,
+        "BLOCK_D": padded(dim),
+    }
+    num_pages = problem.total_k // page_size
+    return KernelCall(bwd.gather_pages_kernel, (num_pages * problem.num_kv_heads, 1, 1), arguments, 4, 1)
+
+
+def query_gradient_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelCall:
+    """The kernel that writes dQ."""
+    problem, config = plan.problem, plan.config("dq")
+    arguments = shared | {"dq": query_rows(plan, "dq", dq), "work": work_address(plan, "dq"), "JOINED": config.joined}
+    arguments |= key_descriptors(plan, shared, config)
+    if is_listed(plan, "dq"):
+        arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dq"))
+        tiles = listed_tiles(plan, "dq")
+    else:
+        arguments["sizes"] = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
+        tiles = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.batch
+    return _tiled(bwd.query_gradient_kernel, tiles * problem.num_heads, arguments, config)
+
+
+def bias_shares(plan: Plan) -> tuple[int, int]:
+    """(programs that share the work of one bias tile, bias tiles)."""
+    shape, config = plan.problem.bias_shape, plan.config("dbias")
+    assert shape is not None
+    tiles = shape[0] * shape[1] * triton.cdiv(shape[2], config.block_m) * triton.cdiv(shape[3], config.block_n)
+    # Enough programs for two waves. The partial sums take at most that many times the bias.
+    return max(1, min(64, 2 * plan.device.num_sms // max(1, tiles))), tiles
+
+
+def bias_gradient_call(plan: Plan, shared: dict[str, Any], dbias: View) -> KernelCall:
+    """The kernel that writes partial sums of dbias."""
+    shape = plan.problem.bias_shape
+    assert shape is not None
+    shares, tiles = bias_shares(plan)
+    arguments = shared | {
+        "dbias": Address("dbias", dbias.dtype),
+        # Broadcast dimensions are compiled in.
+        "shape": tuple(Fixed(1) if size == 1 else size for size in shape),
+        "num_shares": shares,
+    }
+    return _tiled(bwd.bias_gradient_kernel, shares * tiles, arguments, plan.config("dbias"))
+
+
+def _tiled(kernel: Any, programs: int, arguments: dict[str, Any], config: Config) -> KernelCall:
+    tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    shape = (config.num_warps, config.num_stages, config.max_registers)
+    return KernelCall(kernel, (programs, 1, 1), arguments | tiles, *shape)

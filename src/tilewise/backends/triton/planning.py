@@ -1,27 +1,166 @@
-"""The plan of a problem: compile-time traits, run-time scalars, splits. Made once per problem and cached."""
+"""The plan of a problem: compile-time traits, run-time scalars, splits. Made once per problem and cached.
+
+`Traits`, everything about a problem that changes the code, is passed to the kernels as one constexpr. Lengths, strides,
+scale, window sizes and the dropout rate are not in it, so a new sequence length never compiles anything.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 import triton
 
 from tilewise.backends.gpu.launching import interpreted
 from tilewise.backends.triton import configs
-from tilewise.backends.triton.configs import Config, Pass, config_of
-from tilewise.backends.triton.traits import Band, ScoreScalars, Sizes, Traits, element_size, traits_of
+from tilewise.backends.triton.configs import (
+    Config,
+    Pass,
+    config_of,
+    element_size,
+    is_exact,
+    is_transformed,
+    tile_widths,
+)
 from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_threshold
 from tilewise.problem import AttentionProblem
-
-__all__ = ["Plan", "plan_for"]
 
 # Query rows (tokens times heads of a group) that decode takes in one tile, and the keys below which splitting is not
 # worth a second kernel. A single token without gradients always takes the decode kernel, which reads K and V once for
 # the heads of a group; times in bench/results/triton-tiles.csv.
 MAX_DECODE_ROWS = 64
 MIN_SPLIT_KEYS = 256
+
+
+class Rows(NamedTuple):
+    """A tensor of token rows: pointer and the strides of (sequence or page, head, token), as in gpu.symbols."""
+
+    ptr: Any
+    stride_batch: Any
+    stride_head: Any
+    stride_row: Any
+
+
+class Box(NamedTuple):
+    """Position of a head's rows in the 2-D matrix of a tensor descriptor: row and column steps."""
+
+    rows_per_batch: int
+    rows_per_head: int
+    cols_per_head: int
+
+
+class Grid4(NamedTuple):
+    """A (batch, head, query, key) tensor: pointer and strides, 0 where it is broadcast."""
+
+    ptr: Any
+    stride_batch: Any
+    stride_head: Any
+    stride_row: Any
+    stride_col: Any
+
+
+class Lengths(NamedTuple):
+    """The index tensors of packed and paged problems; None where the problem has none."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    block_table: Any
+    seqlens_k: Any
+    table_stride: int | None
+
+
+class Listed(NamedTuple):
+    """A list of packed tiles to be made: address, programs per sequence, rows walked together (see
+    gpu/work_list.py).
+    """
+
+    work: Any
+    parts: int
+    rows_together: int
+
+
+class Tail(NamedTuple):
+    """A packed tensor, its rows and their width. Rows past the last sequence are cleared."""
+
+    ptr: Any
+    total: int
+    width: int
+
+
+class Sizes(NamedTuple):
+    """Run-time numbers that kernels are not specialised on."""
+
+    batch: int
+    num_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int
+    total_k: int
+    heads_per_wave: int
+
+
+class Band(NamedTuple):
+    """The window with causality folded in: keys from `i + diagonal - left` to `i + diagonal + right`."""
+
+    left: int
+    right: int
+
+
+class ScoreScalars(NamedTuple):
+    """Run-time numbers of the score function."""
+
+    scale: float
+    softcap: float
+    keep_scale: float
+    drop_below: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Compile-time facts of a problem.
+
+    BLOCK_D and BLOCK_DV are the head dims padded to what the matrix units take. TRANSFORMED: scores are more than scale
+    * q.k, so they are kept in natural units instead of log2 units. A scale of 0 or less counts as that, because the
+    fast path masks and takes the maximum before it scales. EXACT: plain scores may be so large that the maximum must be
+    subtracted before scaling, which gives an exact 0 for the largest.
+
+    FP8: K and V are e4m3 (see quantised.py), multiplied in fp16 if HALF, else in fp32. FP8_Q: q is e4m3 too.
+    *_SHARED_ROWS rows share a scale, 0 means all rows of a head. E4M3_INSTRUCTION: the device has a conversion
+    instruction.
+    """
+
+    PACKED_Q: bool
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    BLOCK_DV: int
+    TRANSFORMED: bool
+    PRECISION: str
+    INTERPRETED: bool
+    PACKED_K: bool = False
+    PAGED: bool = False
+    PAGE_SIZE: int = 0
+    GROUP_SIZE: int = 1
+    HAS_LEFT: bool = False
+    HAS_RIGHT: bool = False
+    HAS_BIAS: bool = False
+    HAS_MASK: bool = False
+    HAS_ALIBI: bool = False
+    HAS_SOFTCAP: bool = False
+    HAS_SINKS: bool = False
+    HAS_DROPOUT: bool = False
+    DROPOUT_ORIGIN: bool = False
+    EXACT: bool = False
+    FP8: bool = False
+    FP8_Q: bool = False
+    HALF: bool = False
+    Q_SHARED_ROWS: int = 0
+    K_SHARED_ROWS: int = 0
+    V_SHARED_ROWS: int = 0
+    E4M3_INSTRUCTION: bool = False
 
 
 class Plan(NamedTuple):
@@ -82,7 +221,9 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
     plan = Plan(problem, device, traits, sizes, band, scalars, 0)
     few = problem.seqlen_k < MIN_SPLIT_KEYS
     serving = sizes.seqlen_q == 1 and problem.seqlen_k > 0 and not problem.needs_grad
-    if sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or (few and not serving):
+    # A tile mask is read by the forward kernel, whose tiles lie in one tile and head of it.
+    masked = problem.tiles_shape is not None
+    if masked or sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or (few and not serving):
         return plan
     if few:
         return plan._replace(num_splits=1)
@@ -95,3 +236,57 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
 
 
 _kept_plan = functools.lru_cache(maxsize=4096)(_plan)
+
+
+def traits_of(
+    problem: AttentionProblem, device: DeviceSpec, *, packed_q: bool, precision: str, interpreted: bool
+) -> Traits:
+    """The compile-time facts of `problem` on a device."""
+    left, right = problem.band
+    width, width_v = tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8))
+    q_rows, k_rows, v_rows = (block or 0 for block in problem.scale_blocks)
+    return Traits(
+        PACKED_Q=packed_q,
+        PACKED_K=problem.kind == "varlen",
+        PAGED=problem.kind == "paged",
+        PAGE_SIZE=problem.page_size or 0,
+        GROUP_SIZE=problem.group_size,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=width,
+        BLOCK_DV=width_v,
+        TRANSFORMED=is_transformed(problem),
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        HAS_BIAS=problem.bias_shape is not None,
+        HAS_MASK=problem.mask_shape is not None,
+        HAS_ALIBI=problem.has_alibi,
+        HAS_SOFTCAP=problem.softcap is not None,
+        HAS_SINKS=problem.has_sinks,
+        HAS_DROPOUT=problem.dropout > 0.0,
+        DROPOUT_ORIGIN=problem.dropout_origin and problem.dropout > 0.0,
+        PRECISION=precision if problem.dtype == torch.float32 else "ieee",
+        INTERPRETED=interpreted,
+        EXACT=is_exact(problem),
+        FP8=bool(problem.fp8),
+        FP8_Q="q" in problem.fp8,
+        HALF=bool(problem.fp8) and problem.dtype != torch.float32,
+        Q_SHARED_ROWS=q_rows,
+        K_SHARED_ROWS=k_rows,
+        V_SHARED_ROWS=v_rows,
+        E4M3_INSTRUCTION=bool(problem.fp8) and device.has_fp8,
+    )
+
+
+def of_rows(traits: Traits) -> Traits:
+    """The traits for kernels that see only rows of out and their statistics: fewer variants to compile."""
+    return Traits(
+        PACKED_Q=traits.PACKED_Q,
+        HEAD_DIM=traits.HEAD_DIM_V,
+        HEAD_DIM_V=traits.HEAD_DIM_V,
+        BLOCK_D=traits.BLOCK_DV,
+        BLOCK_DV=traits.BLOCK_DV,
+        TRANSFORMED=traits.TRANSFORMED,
+        PRECISION=traits.PRECISION,
+        INTERPRETED=traits.INTERPRETED,
+    )

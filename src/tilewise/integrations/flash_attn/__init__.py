@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-from tilewise.integrations import aliases
+from tilewise.integrations import flash
 from tilewise.integrations.flash_attn import bert_padding, cute, flash_attn_interface, layers
 from tilewise.integrations.flash_attn.flash_attn_interface import (
     flash_attn_func,
@@ -47,12 +47,12 @@ def install(*, force: bool = False) -> None:
     are. Package metadata does not change, so libraries that ask pip which flash-attn is installed still see the
     truth.
     """
-    aliases.put_in_place(_modules(), force=force)
+    flash.put_in_place(_modules(), force=force)
 
 
 def uninstall() -> None:
     """Undo `install`; a displaced flash_attn comes back. Harmless when nothing is installed."""
-    aliases.take_out(_modules())
+    flash.take_out(_modules())
 
 
 def _modules() -> dict[str, ModuleType]:

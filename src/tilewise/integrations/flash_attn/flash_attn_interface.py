@@ -11,26 +11,21 @@ The functions that begin with an underscore are private in flash-attn too, but l
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from tilewise.api import attention, attention_paged, attention_varlen
 from tilewise.errors import Unsupported
-from tilewise.integrations import cache, passes, pieces
-from tilewise.integrations.probabilities import dense_dmask, draw_seed, varlen_dmask
+from tilewise.integrations import cache, flash
+from tilewise.integrations.flash import Flags
 from tilewise.integrations.translation import (
     CACHE_NAMES,
     FLASH_NAMES,
     UNBOUNDED,
     flag_of,
-    length,
     number_of,
     require_tensors,
-    softcap_of,
     stacked,
-    window_of,
     worded,
 )
 
@@ -47,8 +42,8 @@ __all__ = [
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 # (out, softmax_lse, S_dmask, rng_state)
 Pass = tuple[Tensor, Tensor, Tensor, Tensor]
-Flags = dict[str, Any]
 PAGED_NAMES = FLASH_NAMES | {"k_pages": "k", "v_pages": "v", "seqlens_k": "cu_seqlens_k"}
+BACKWARD_NAMES = FLASH_NAMES | {"lse": "softmax_lse"}
 
 
 @worded()
@@ -69,10 +64,7 @@ def flash_attn_func(
     flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if not return_attn_probs:
         return attention(q, k, v, layout="bshd", return_lse=False, **flags)
-    flags["seed"] = draw_seed() if flags["dropout"] else None
-    out, lse = attention(q, k, v, layout="bshd", return_lse=True, **flags)
-    dmask = dense_dmask(q, k, {"layout": "bshd", **flags}) if flags["dropout"] else q.new_empty(0)
-    return out, lse, dmask
+    return flash.forward(q, k, v, flags, None, return_softmax=True)[:3]
 
 
 def flash_attn_qkvpacked_func(
@@ -131,17 +123,13 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention of packed sequences; with `block_table` k and v are pages (num_pages, page_size, kv_heads, dim)."""
     flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    flags["max_seqlen_q"] = length("max_seqlen_q", max_seqlen_q)
+    flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
     if block_table is not None:
-        out, lse = _varlen_paged(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k, flags)
+        out, lse = _paged(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k.diff().int(), flags)
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
-    flags["max_seqlen_k"] = length("max_seqlen_k", max_seqlen_k)
     if not return_attn_probs:
         return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=False, **flags)
-    flags["seed"] = draw_seed() if flags["dropout"] else None
-    out, lse = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **flags)
-    dmask = varlen_dmask(q, k, cu_seqlens_q, cu_seqlens_k, flags) if flags["dropout"] else q.new_empty(0)
-    return out, lse, dmask
+    return flash.forward(q, k, v, flags, (cu_seqlens_q, cu_seqlens_k), return_softmax=True)[:3]
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -218,16 +206,14 @@ def flash_attn_with_kvcache(
     del num_splits
     require_tensors(q=q)
     store = cache.Store(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
-    causal, window = flag_of("causal", causal), window_of(window_size)
-    rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=causal or window is not None)
-    out, lse = cache.append_and_attend(
-        q, k, v, store, cache_seqlens, rotary,
-        causal=causal, window=window, softcap=softcap_of(softcap), alibi_slopes=alibi_slopes,
-        scale=number_of(softmax_scale, "softmax_scale"),
-    )  # fmt: skip
+    flags = flash.flags_of(softmax_scale, causal, window_size, softcap, False, alibi_slopes=alibi_slopes)
+    spread = flags["causal"] or flags["window"] is not None
+    rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=spread)
+    out, lse = cache.append_and_attend(q, k, v, store, cache_seqlens, rotary, **flags)
     return (out, lse) if return_softmax_lse else out
 
 
+@worded(PAGED_NAMES)
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
@@ -243,11 +229,11 @@ def _flash_attn_forward(
 ) -> Pass:
     """(out, softmax_lse, S_dmask, rng_state); imported by libraries with a backward of their own."""
     window_size = window_size_left, window_size_right
-    return _forward(
-        q, k, v, None, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax, {}
-    )
+    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    return flash.forward(q, k, v, flags, None, return_softmax=flag_of("return_softmax", return_softmax))
 
 
+@worded(PAGED_NAMES)
 def _flash_attn_varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -278,14 +264,25 @@ def _flash_attn_varlen_forward(
         raise Unsupported(
             "leftpad_k: begin the sequences of cu_seqlens_k, or the rows of block_table, after the padding"
         )
-    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    packed = _Packed(cu_seqlens_q, cu_seqlens_k, block_table, seqused_k)
     window_size = window_size_left, window_size_right
-    return _forward(
-        q, k, v, packed, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax, lengths
-    )
+    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
+    flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
+    return_softmax = flag_of("return_softmax", return_softmax)
+    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if block_table is not None:
+        seqlens_k = cu_seqlens_k.diff().int() if seqused_k is None else seqused_k
+        out, lse = _paged(q, k, v, block_table, cu_seqlens_q, seqlens_k, flags)
+        return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
+    totals = cu_seqlens_q, cu_seqlens_k
+    if seqused_k is not None:
+        # There are more sequences than the caller's: what is indexed by sequence would be wrong.
+        if flags["dropout"] or (alibi_slopes is not None and alibi_slopes.dim() > 1):
+            raise Unsupported("seqused_k with dropout_p, or with alibi_slopes for every sequence: pack the used keys")
+        totals = flash.cut(*totals, seqused_k=seqused_k)
+    return flash.forward(q, k, v, flags, totals, return_softmax=return_softmax)
 
 
+@worded(BACKWARD_NAMES)
 def _flash_attn_backward(
     dout: Tensor,
     q: Tensor,
@@ -307,11 +304,12 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> Tensor:
     """Writes dq, dk and dv; returns softmax_d, the row sums of dout * out (batch, heads, seqlen_q), without padding."""
-    written, saved = (dq, dk, dv), (dout, out, softmax_lse)
-    flags = (dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    return _backward(written, (q, k, v), saved, flags, deterministic, None, rng_state, {})
+    window_size = window_size_left, window_size_right
+    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return flash.gradients_into((dq, dk, dv), (q, k, v), (dout, out, softmax_lse), flags, None, rng_state)
 
 
+@worded(BACKWARD_NAMES)
 def _flash_attn_varlen_backward(
     dout: Tensor,
     q: Tensor,
@@ -339,10 +337,11 @@ def _flash_attn_varlen_backward(
 ) -> Tensor:
     """Writes dq, dk and dv of packed sequences; returns softmax_d (heads, total_q), without padding."""
     del zero_tensors
-    written, saved = (dq, dk, dv), (dout, out, softmax_lse)
-    flags = (dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    lengths = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _backward(written, (q, k, v), saved, flags, deterministic, (cu_seqlens_q, cu_seqlens_k), rng_state, lengths)
+    window_size = window_size_left, window_size_right
+    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
+    totals = cu_seqlens_q, cu_seqlens_k
+    return flash.gradients_into((dq, dk, dv), (q, k, v), (dout, out, softmax_lse), flags, totals, rng_state)
 
 
 # flash-attn's own names for these as registered operators.
@@ -350,66 +349,6 @@ _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
-
-
-class _Packed(NamedTuple):
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    block_table: Tensor | None
-    seqused_k: Tensor | None
-
-
-@worded(PAGED_NAMES)
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: _Packed | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-    lengths: dict[str, int],
-) -> Pass:
-    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
-    flags |= {name: length(name, number) for name, number in lengths.items()}
-    return_softmax = flag_of("return_softmax", return_softmax)
-    if packed is None:
-        return passes.forward(q, k, v, flags, None, return_softmax=return_softmax)
-    cu_seqlens_q, cu_seqlens_k, block_table, seqused_k = packed
-    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if block_table is None:
-        totals = cu_seqlens_q, cu_seqlens_k
-        if seqused_k is not None:
-            # There are more sequences than the caller's: what is indexed by sequence would be wrong.
-            if flags["dropout"] or (alibi_slopes is not None and alibi_slopes.dim() > 1):
-                raise Unsupported(
-                    "seqused_k with dropout_p, or with alibi_slopes for every sequence: pack the used keys"
-                )
-            totals = pieces.cut(*totals, seqused_k=seqused_k)
-        return passes.forward(q, k, v, flags, totals, return_softmax=return_softmax)
-    del flags["max_seqlen_k"]
-    out, lse = _varlen_paged(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k, flags, seqused_k)
-    return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
-
-
-@worded(FLASH_NAMES | {"lse": "softmax_lse"})
-def _backward(
-    written: passes.Written,
-    attended: tuple[Tensor, Tensor, Tensor],
-    saved: tuple[Tensor, Tensor, Tensor],
-    given: tuple[float, float, bool, tuple[int, int], float, Tensor | None],
-    deterministic: bool,
-    totals: tuple[Tensor, Tensor] | None,
-    rng_state: Tensor | None,
-    lengths: dict[str, int],
-) -> Tensor:
-    flags = _flags(*given, deterministic)
-    flags |= {name: length(name, number) for name, number in lengths.items()}
-    return passes.gradients_into(written, attended, saved, flags, totals, rng_state)
 
 
 def _flags(
@@ -421,32 +360,18 @@ def _flags(
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> Flags:
-    # deterministic=False is flash-attn's default, not a request: torch.use_deterministic_algorithms still counts.
-    return {
-        "causal": flag_of("causal", causal),
-        "window": window_of(window_size),
-        "softcap": softcap_of(softcap),
-        "alibi_slopes": alibi_slopes,
-        "dropout": number_of(dropout_p, "dropout_p"),
-        "scale": number_of(softmax_scale, "softmax_scale"),
-        "deterministic": True if flag_of("deterministic", deterministic) else None,
-    }
+    dropout = number_of(dropout_p, "dropout_p")
+    given = (softmax_scale, causal, window_size, softcap, deterministic)
+    return flash.flags_of(*given, alibi_slopes=alibi_slopes, dropout=dropout)
 
 
-def _varlen_paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    flags: Flags,
-    seqused_k: Tensor | None = None,
+def _paged(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor, flags: Flags
 ) -> tuple[Tensor, Tensor]:
     if flags.pop("dropout"):
         raise Unsupported(
             "dropout_p with block_table: pages are for serving and have no dropout; gather them into packed k and v "
             "and call flash_attn_varlen_func without block_table"
         )
-    seqlens_k = cu_seqlens_k.diff().int() if seqused_k is None else seqused_k
+    del flags["max_seqlen_k"]
     return attention_paged(q, k, v, block_table, seqlens_k, cu_seqlens_q=cu_seqlens_q, return_lse=True, **flags)

@@ -13,6 +13,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.transformers.masks import Packing, Structure, StructuredMask, packing_of, tracing
 from tilewise.integrations.transformers.paged import Step, attend_to_cache
 from tilewise.integrations.translation import Window, length
+from tilewise.tile_masks import TileMask
 
 __all__ = ["attention_forward"]
 
@@ -37,7 +38,7 @@ class _Mask:
 
     causal: bool
     window: Window | None
-    mask: Tensor | None = None
+    mask: Tensor | TileMask | None = None
     bias: Tensor | None = None
     keys: int | None = None
     packing: Packing | None = None
@@ -72,7 +73,7 @@ def attention_forward(
 
     The mask says everything where there is one; without one everything is seen unless `is_causal`, the last query at
     the last key. `s_aux` are sinks, `position_bias` a bias; `cu_seq_lens_*` mark packed sequences, and `cache` is the
-    paged cache of continuous batching. `sliding_window` counts beside a mask of padding, packed sequences and that
+    paged cache of continuous batching. `sliding_window` counts with a mask of padding, packed sequences and that
     cache, which cannot say it; elsewhere the mask does. Positions are in q and k already (rotary embeddings). Under a
     name that contains "flash" (`as_flash`) models leave masks out and mean the positions: then a sequence begins at
     every position 0. An argument that is not honoured raises Unsupported.
@@ -86,14 +87,19 @@ def attention_forward(
     shared: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "scale": scaling, "deterministic": deterministic}
     if cache is not None:
         _require_no("continuous batching", dropout=dropout, position_bias=position_bias)
-        _require_causal(causal, attention_mask)
-        step = Step(
-            cu_seq_lens_q, cu_seq_lens_k, kwargs.pop("max_seqlen_q", max_length_q),
-            kwargs.pop("max_seqlen_k", max_length_k), kwargs.pop("read_index", []), kwargs.pop("write_index", []),
-            kwargs.pop("block_table", None), sliding_window,
-        )  # fmt: skip
+        if not causal:
+            raise Unsupported("continuous batching is causal, and is_causal=False was asked for; use model.generate")
+        if isinstance(attention_mask, Tensor) and not isinstance(attention_mask, StructuredMask):
+            fix = 'use attn_implementation="tilewise_flash", for which transformers makes no mask'
+            raise Unsupported(f"tilewise reads the paged cache without a mask, and one was passed; {fix}")
+        longest = kwargs.pop("max_seqlen_q", max_length_q), kwargs.pop("max_seqlen_k", max_length_k)
+        indices = kwargs.pop("read_index", []), kwargs.pop("write_index", []), kwargs.pop("block_table", None)
         _require_known(kwargs, ignore)
-        return attend_to_cache(_layer_index(module), query, key, value, cache, step, shared), None
+        layer_idx = getattr(module, "layer_idx", None)
+        if not isinstance(layer_idx, int):
+            raise Unsupported(f"{type(module).__name__} has no layer_idx, by which the paged cache knows its layers")
+        step = Step(cu_seq_lens_q, cu_seq_lens_k, *longest, *indices, sliding_window)
+        return attend_to_cache(layer_idx, query, key, value, cache, step, shared), None
     _require_known(kwargs, ignore)
     if query.shape[0] == 1 != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)  # learned queries, the same for every example
@@ -102,21 +108,22 @@ def attention_forward(
     if cu_seq_lens_q is not None:
         _require_no("cu_seq_lens_q", attention_mask=flags.mask, float_mask=flags.bias, position_bias=position_bias)
         bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-        return _packed(query, key, value, bounds, flags, dropout, shared), None
+        return _packed(query, key, value, bounds, flags, shared | {"dropout": dropout}), None
     if as_flash and mask is None:
-        _require_no_window(sliding_window, key.shape[2])
+        if sliding_window is not None and sliding_window < key.shape[2]:
+            # Eager attention takes no notice of this argument, flash-attn does: one of them is wrong about this model.
+            what = f"this model asks for a window of {sliding_window} under names that contain"
+            raise Unsupported(f'{what} "flash" and for none elsewhere; use attn_implementation="tilewise"')
         flags = _packed_by_position(flags, position_ids, query, key)
     if flags.packing is not None:
         _require_no("packed sequences", position_bias=position_bias)
         bounds = (flags.packing.cu_seqlens,) * 2 + (flags.packing.max_seqlen,) * 2
-        return _packed(query, key, value, bounds, flags, dropout, shared), None
+        return _packed(query, key, value, bounds, flags, shared | {"dropout": dropout}), None
     bias = _bias(flags.bias, position_bias, key.shape[2], flags.keys)
     if flags.keys is not None and flags.keys < key.shape[2]:
         key, value = key[:, :, : flags.keys], value[:, :, : flags.keys]
-    out = attention(
-        query, key, value, causal=flags.causal, window=flags.window, mask=flags.mask, bias=bias, dropout=dropout,
-        **shared,
-    )  # fmt: skip
+    masks: dict[str, Any] = {"causal": flags.causal, "window": flags.window, "mask": flags.mask, "bias": bias}
+    out = attention(query, key, value, dropout=dropout, **masks, **shared)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -134,7 +141,7 @@ def _flags(mask: Any, causal: bool, sliding_window: int | None, queries: int, ke
         _require_length(mask.rows, mask.shape[3], queries, keys)
         if mask.sequences is not None and not is_packed:
             return _Mask(mask.causal, mask.window, packing=mask.packing)
-        return _Mask(mask.causal, mask.window, mask.keep, keys=mask.keys)
+        return _Mask(mask.causal, mask.window, mask.mask, keys=mask.keys)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         expected = "None, a boolean mask of padding (batch, keys), or a boolean or float mask of four dimensions"
         got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
@@ -156,20 +163,11 @@ def _require_length(rows: int, columns: int, queries: int, keys: int) -> None:
         raise InvalidProblem("attention_mask", expected, f"one for {rows} and {columns}", fix)
 
 
-def _require_no_window(sliding_window: int | None, keys: int) -> None:
-    """Eager attention takes no notice of this argument, flash-attn does: one of them is wrong about this model."""
-    if sliding_window is not None and sliding_window < keys:
-        what = (
-            f'this model asks for a window of {sliding_window} under names that contain "flash" and for none elsewhere'
-        )
-        raise Unsupported(f'{what}; use attn_implementation="tilewise"')
-
-
 def _packed_by_position(flags: _Mask, position_ids: Tensor | None, query: Tensor, key: Tensor) -> _Mask:
     """The sequences in one row of tokens that their positions (1, tokens), or coordinates (tokens, axes), tell apart.
 
-    Looking at positions makes the CPU wait for a GPU in every layer, as transformers' own path for flash-attn does.
-    While a model is traced nobody can look, and the sequences become a mask.
+    Reading positions makes the CPU wait for a GPU in every layer, as transformers' own path for flash-attn does.
+    While a model is traced they cannot be read, and the sequences become a mask.
     """
     tokens = query.shape[2]
     if position_ids is None or query.shape[0] != 1 or tokens != key.shape[2] or position_ids.numel() % tokens:
@@ -185,30 +183,16 @@ def _packed_by_position(flags: _Mask, position_ids: Tensor | None, query: Tensor
 
 
 def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: tuple[Any, ...],
-    flags: _Mask,
-    dropout: float,
-    shared: dict[str, Any],
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Any, ...], flags: _Mask, shared: dict[str, Any]
 ) -> Tensor:
     """Packed sequences, in one row or in several."""
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     cu_seqlens_q, cu_seqlens_k = (b.to(torch.int32) for b in bounds[:2])
     max_seqlen_q, max_seqlen_k = (None if b is None else length("max_length", b) for b in bounds[2:])
-    out: Tensor = attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        causal=flags.causal, window=flags.window, dropout=dropout, **shared,
-    )  # fmt: skip
+    shared |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    shared |= {"causal": flags.causal, "window": flags.window}
+    out: Tensor = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **shared)
     return out.reshape(query.shape[0], -1, *out.shape[1:])
-
-
-def _layer_index(module: torch.nn.Module) -> int:
-    index = getattr(module, "layer_idx", None)
-    if not isinstance(index, int):
-        raise Unsupported(f"{type(module).__name__} has no layer_idx, by which the paged cache knows its layers")
-    return index
 
 
 def _bias(mask: Tensor | None, position_bias: Tensor | None, keys: int, existing: int | None) -> Tensor | None:
@@ -226,14 +210,6 @@ def _require_no(where: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False and not (isinstance(value, float) and value == 0.0):
             raise Unsupported(f"tilewise does not take {name} together with {where}; leave one of them out")
-
-
-def _require_causal(causal: bool, attention_mask: Any) -> None:
-    if not causal:
-        raise Unsupported("continuous batching is causal, and is_causal=False was asked for; use model.generate")
-    if isinstance(attention_mask, Tensor) and not isinstance(attention_mask, StructuredMask):
-        fix = 'use attn_implementation="tilewise_flash", for which transformers makes no mask'
-        raise Unsupported(f"tilewise reads the paged cache without a mask, and one was passed; {fix}")
 
 
 def _require_known(kwargs: dict[str, Any], ignore: frozenset[str]) -> None:

@@ -2,8 +2,9 @@
 
 transformers describes a mask by a function of (batch, head, query, key) made of a few known pieces. Where the pieces
 are causality, a window, padding or packed sequences, a `Structure` says the same: flags, a (batch, 1, 1, keys) mask of
-the padding, and the sequence each token belongs to. Everything else (chunks, image blocks, a model's own functions),
-and whatever must keep its shape while it is traced, is a boolean matrix in `Structure.keep`.
+the padding, and the sequence each token belongs to. Everything else (chunks, image blocks, a model's own functions) is
+a tile mask on a CPU, made once for all layers, whose empty tiles are not computed; on a GPU, for few queries, and for
+whatever must keep its shape while it is traced, it is a boolean matrix in `Structure.keep`.
 
 Not every attention is tilewise's: some modules of transformers apply the mask themselves, and some edit it first. So
 `attention_mask_function` answers with a `StructuredMask`, a tensor that is the matrix which the model's default
@@ -25,6 +26,8 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from tilewise.integrations.translation import Window
+from tilewise.tile_masks import TileMask
+from tilewise.tiles import TILE
 
 __all__ = [
     "READ_BOOLEANS",
@@ -37,6 +40,9 @@ __all__ = [
 ]
 
 MaskFunction = Callable[..., Any]
+
+# From so many queries on a mask without flags is a tile mask on a CPU: fewer are one row of tiles.
+MANY_QUERIES = 2 * TILE
 
 # Classes of configurations whose models get booleans from transformers unless another attention is asked for.
 READ_BOOLEANS: set[type] = set()
@@ -66,15 +72,16 @@ class Structure:
 
     `keys`: how many keys exist; the rest of a static cache is not written yet. The last query stands at the last of
     them. `keep` broadcasts to (batch, 1, queries, keys): False where a key is hidden, for one query or for all of them.
-    `sequences` (batch, seqlen): which packed sequence a token belongs to.
+    `sequences` (batch, seqlen): which packed sequence a token belongs to. `make` makes the matrix of any other mask.
     """
 
     shape: tuple[int, int, int, int]
-    causal: bool
-    window: Window | None
     keys: int
     keep: Tensor | None = None
+    causal: bool = False
+    window: Window | None = None
     sequences: Tensor | None = None
+    make: Callable[[], Tensor] | None = None
 
     @property
     def ndim(self) -> int:
@@ -84,8 +91,13 @@ class Structure:
     @property
     def rows(self) -> int:
         """For how many queries it is, 1 if it is the same for any."""
-        same = self.keep is None or self.keep.shape[2] == 1
+        same = self.make is None and (self.keep is None or self.keep.shape[2] == 1)
         return 1 if same and not self.causal and self.window is None and self.sequences is None else self.shape[2]
+
+    @functools.cached_property
+    def mask(self) -> Tensor | TileMask | None:
+        """What hides keys beyond the flags, made once for all layers."""
+        return self.keep if self.make is None else TileMask.from_dense(self.make())
 
     @functools.cached_property
     def packing(self) -> Packing:
@@ -126,7 +138,7 @@ class StructuredMask(Tensor):
 
     @property
     def content(self) -> Structure | Tensor:
-        """The structure, or the matrix once somebody may have written into it."""
+        """The structure, or the matrix once it may have been written to."""
         # Versions count writes, also those into views, but are not kept in inference mode.
         if self._matrix is None or not (self.is_inference() or self._version):
             return self._structure
@@ -148,20 +160,6 @@ class StructuredMask(Tensor):
     ) -> Any:
         args, kwargs = tree_map_only(StructuredMask, lambda mask: mask.matrix, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pieces:
-    """The known pieces that a mask function is a conjunction of."""
-
-    causal: bool = False
-    window: Window | None = None
-    sequences: Tensor | None = None
-
-    @property
-    def everything(self) -> bool:
-        """Whether every query sees every key, wherever the two stand."""
-        return not self.causal and self.window is None and self.sequences is None
 
 
 def attention_mask_function(
@@ -193,31 +191,31 @@ def attention_mask_function(
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
     is_traced = tracing(attention_mask)
     pieces = _pieces(mask_function, is_traced)
-    arguments = others | {
-        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
-        "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask, "device": device,
-        "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False,
-    }  # fmt: skip
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    places = {"q_offset": q_offset, "kv_offset": kv_offset, "device": device}
+    whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    seen = functools.partial(masking_utils.sdpa_mask, **others, **sizes, **places, **whole)
+    seen = functools.partial(seen, mask_function=mask_function, attention_mask=attention_mask)
     shape = (batch_size, 1, q_length, kv_length)
     structure = None
-    if pieces is not None and pieces.everything:
+    if pieces is not None and not pieces:
         keep = _padding(attention_mask, kv_offset, kv_length, is_traced)
         if keep is None and allow_is_bidirectional_skip:
             return None
-        structure = Structure(shape, False, None, kv_length, keep)
+        structure = Structure(shape, kv_length, keep)
     elif pieces is not None:
         keys = _existing_keys(q_length, kv_length, q_offset, kv_offset, is_traced)
-        if keys is not None and (pieces.causal or keys == kv_length):
-            keep = _padding(attention_mask, kv_offset, keys, is_traced)
-            structure = Structure(shape, pieces.causal, pieces.window, keys, keep, pieces.sequences)
-    if structure is not None:
-        make = functools.partial(_written, functools.partial(masking_utils.sdpa_mask, **arguments), dtype)
-    else:
-        matrix = masking_utils.sdpa_mask(**arguments)
+        if keys is not None and ("causal" in pieces or keys == kv_length):
+            structure = Structure(shape, keys, _padding(attention_mask, kv_offset, keys, is_traced), **pieces)
+    make = functools.partial(_written, seen, dtype)
+    if structure is None and q_length >= MANY_QUERIES and torch.device(device).type == "cpu" and not is_traced:
+        structure = Structure(shape, kv_length, make=seen)
+    if structure is None:
+        matrix = seen()
         make = functools.partial(_written, lambda: matrix, dtype)
         if q_length == 1:
             return make()  # a row is no larger than its description, and may go into a compiled model
-        structure = Structure(shape, False, None, kv_length, matrix)
+        structure = Structure(shape, kv_length, matrix)
     if not is_traced:
         return StructuredMask(structure, make, dtype, device)
     # A model that forbids to skip the mask reads it, and a Structure cannot be read.
@@ -233,7 +231,7 @@ def _written(keep: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def tracing(tensor: Tensor | None) -> bool:
-    """Whether values cannot be looked at: under torch.compile, export, fake tensors or a CUDA graph's capture."""
+    """Whether values cannot be read: under torch.compile, export, fake tensors or a CUDA graph's capture."""
     if torch.compiler.is_compiling() or isinstance(tensor, FakeTensor):
         return True
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -255,7 +253,7 @@ def _existing_keys(
 
 
 def _padding(attention_mask: Tensor | None, kv_offset: int, keys: int, is_traced: bool) -> Tensor | None:
-    """(batch, 1, 1, keys), or None where nothing is padded, which one look per forward tells."""
+    """(batch, 1, 1, keys), or None where nothing is padded, read once per forward."""
     if attention_mask is None:
         return None
     keep = attention_mask[:, kv_offset : kv_offset + keys].to(torch.bool)
@@ -266,26 +264,23 @@ def _padding(attention_mask: Tensor | None, kv_offset: int, keys: int, is_traced
     return keep[:, None, None, :]
 
 
-def _pieces(mask_function: MaskFunction, is_traced: bool) -> _Pieces | None:
-    """The pieces of a mask function, or None if one of them is unknown."""
+def _pieces(mask_function: MaskFunction, is_traced: bool) -> dict[str, Any] | None:
+    """The known pieces that a mask function is a conjunction of, as fields of a `Structure`: none if every query sees
+    every key. None if a piece is unknown.
+    """
     from transformers import masking_utils
 
-    if mask_function is masking_utils.causal_mask_function:
-        return _Pieces(causal=True)
-    if mask_function is masking_utils.bidirectional_mask_function:
-        return _Pieces()
     if is_traced:
-        return None  # torch.compile does not look into closures
-    pieces = _Pieces()
+        # torch.compile does not read closures.
+        if mask_function is masking_utils.causal_mask_function:
+            return {"causal": True}
+        return {} if mask_function is masking_utils.bidirectional_mask_function else None
+    pieces: dict[str, Any] = {}
     for leaf in _conjuncts(mask_function):
         piece = _leaf(leaf)
-        if (
-            piece is None
-            or (pieces.window and "window" in piece)
-            or (pieces.sequences is not None and "sequences" in piece)
-        ):
+        if piece is None or (piece.keys() & pieces.keys() - {"causal"}):
             return None
-        pieces = dataclasses.replace(pieces, **piece)
+        pieces |= piece
     return pieces
 
 
@@ -298,7 +293,7 @@ def _conjuncts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
 
 
 def _leaf(mask_function: MaskFunction) -> dict[str, Any] | None:
-    """The fields of `_Pieces` that a known function sets, or None if it is unknown."""
+    """The fields of a `Structure` that a known function sets, or None if it is unknown."""
     from transformers import masking_utils
 
     if mask_function is masking_utils.causal_mask_function:

@@ -64,7 +64,7 @@ def attend_to_cache(
     layer_idx: int, query: Tensor, key: Tensor, value: Tensor, cache: Any, step: Step, flags: dict[str, Any]
 ) -> Tensor:
     """Store key and value (1, kv_heads, tokens, dim) in the cache and attend to it: (1, tokens, heads, dim)."""
-    layer = _layer(cache, layer_idx)
+    layer = (_layer_of_allocator if hasattr(cache, "layer_to_allocator") else _layer_of_group)(cache, layer_idx)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     head_dim_v = v.shape[-1]
     if layer.pages is not None and head_dim_v < layer.pages[1].shape[-1]:
@@ -75,20 +75,19 @@ def attend_to_cache(
         out = _in_place(q, k, v, layer.pages, layer, step, flags | {"window": window})
     else:
         # The cache writes before it says what there is to read.
-        refuse_rows(q, k, v, step.cu_seq_lens_q.to(torch.int32), window=window, **flags)
+        flags, starts = flags | {"window": window}, step.cu_seq_lens_q.to(torch.int32)
+        refuse_rows(q, k, v, starts, **flags)
         k, v = layer.update(k, v, step)
-        out = attention_varlen(
-            q, k, v, step.cu_seq_lens_q.to(torch.int32), _of(step.cu_seq_lens_k, layer).to(torch.int32),
-            max_seqlen_q=step.max_length_q, max_seqlen_k=_of(step.max_length_k, layer), causal=True, window=window,
-            **flags,
-        )  # fmt: skip
+        ends, most = _of(step.cu_seq_lens_k, layer).to(torch.int32), _of(step.max_length_k, layer)
+        flags |= {"causal": True, "max_seqlen_q": step.max_length_q, "max_seqlen_k": most}
+        out = attention_varlen(q, k, v, starts, ends, **flags)
     return out[None, ..., :head_dim_v]
 
 
 def _in_place(
     q: Tensor, k: Tensor, v: Tensor, pages: tuple[Tensor, Tensor], layer: _Layer, step: Step, flags: dict[str, Any]
 ) -> Tensor:
-    """Write the new tokens, once the call is judged, then read all of them through a table of pages."""
+    """Write the new tokens, once the call is validated, then read all of them through a table of pages."""
     k_pages, v_pages = pages
     page_size = k_pages.shape[1]
     cu_seqlens_k = _of(step.cu_seq_lens_k, layer)
@@ -100,33 +99,24 @@ def _in_place(
         block_table = _block_table(step.read_index[layer.group], cu_seqlens_k, _of(step.max_length_k, layer), page_size)
         slots = step.write_index[layer.group]
     for name, new, kept in (("key", k, k_pages), ("value", v, v_pages)):
-        _check_rows(name, new, (len(slots), *kept.shape[2:]), kept.dtype)
+        shape = (len(slots), *kept.shape[2:])
+        if new.shape != shape or new.dtype != kept.dtype:
+            fix = "Make the cache for the model whose keys and values it keeps."
+            expected = f"{shape} of {kept.dtype} for the slots"
+            raise InvalidProblem(name, expected, f"{tuple(new.shape)}, {new.dtype}", fix)
 
     def write() -> None:
         k_pages.flatten(0, 1).index_copy_(0, slots, k)
         v_pages.flatten(0, 1).index_copy_(0, slots, v)
 
+    sizes: dict[str, Any] = {"causal": True, "max_seqlen_q": step.max_length_q}
     where = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": step.cu_seq_lens_q.to(torch.int32)}
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, flags.get("sinks"))):
         refuse_rows(q, k, v, where["cu_seqlens_q"], **flags)
         write()
-        out: Tensor = attention_paged(
-            q, k_pages, v_pages, **where, max_seqlen_q=step.max_length_q, causal=True, **flags
-        )
+        out: Tensor = attention_paged(q, k_pages, v_pages, **where, **flags, **sizes)
         return out
-    out, _ = attention_after(
-        write, "paged", (q, k_pages, v_pages), **where, max_seqlen_q=step.max_length_q, causal=True,
-        window=flags["window"], softcap=flags.get("softcap"), scale=flags.get("scale"), sinks=flags.get("sinks"),
-        deterministic=flags.get("deterministic"),
-    )  # fmt: skip
-    return out
-
-
-def _check_rows(name: str, new: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Such as fit the slots they go to."""
-    if new.shape != shape or new.dtype != dtype:
-        fix = "Make the cache for the model whose keys and values it keeps."
-        raise InvalidProblem(name, f"{shape} of {dtype} for the slots", f"{tuple(new.shape)}, {new.dtype}", fix)
+    return attention_after(write, "paged", (q, k_pages, v_pages), **where, **flags, **sizes)[0]
 
 
 def _block_table(read_index: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, page_size: int) -> Tensor:
@@ -154,10 +144,6 @@ def _window(layer: _Layer, step: Step) -> Window | None:
 
 def _of(value: Any, layer: _Layer) -> Any:
     return value[layer.kind] if isinstance(value, dict) else value
-
-
-def _layer(cache: Any, layer_idx: int) -> _Layer:
-    return (_layer_of_allocator if hasattr(cache, "layer_to_allocator") else _layer_of_group)(cache, layer_idx)
 
 
 def _layer_of_allocator(cache: Any, layer_idx: int) -> _Layer:

@@ -92,9 +92,10 @@ def _decide(correct: Callable[..., str], model: Any, requested: str | None, *arg
         _warn(f"{type(model).__name__} computes its attention itself", name)
         return "eager"
     _note_masks(model)
-    for file in files:
-        for table in _class_tables(file):
-            _add_entries(table)
+    # Dictionaries by which modules choose the class of their attention.
+    for value in [value for file in files for value in vars(file).values()]:
+        if isinstance(value, dict) and isinstance(value.get("eager"), type):
+            _add_entries(value)
     if _refuse_weights not in model._forward_pre_hooks.values():  # noqa: SLF001
         model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
     has_flash = any(getattr(model, flag, False) for flag in ("_supports_flash_attn", "_supports_flash_attn_2"))
@@ -122,9 +123,12 @@ def _files(model_class: type) -> list[ModuleType]:
 
 def _asks_the_interface(files: list[ModuleType]) -> bool:
     """Whether attention of these files goes through transformers' AttentionInterface, or there is none."""
+    from transformers import AttentionInterface
+
     classes = [cls for file in files for cls in _attention_classes(file)]
-    homes = {base.__module__ for cls in classes for base in cls.__mro__}
-    return not classes or any(_has_interface(sys.modules[home]) for home in homes if home in sys.modules)
+    homes = {base.__module__ for cls in classes for base in cls.__mro__} & sys.modules.keys()
+    values = [value for home in homes for value in vars(sys.modules[home]).values()]
+    return not classes or any(isinstance(value, AttentionInterface) for value in values)
 
 
 def _attention_classes(file: ModuleType) -> Iterator[type]:
@@ -133,19 +137,6 @@ def _attention_classes(file: ModuleType) -> Iterator[type]:
     for name, value in vars(file).items():
         is_module = isinstance(value, type) and issubclass(value, torch.nn.Module)
         if is_module and not issubclass(value, PreTrainedModel) and "attention" in name.lower():
-            yield value
-
-
-def _has_interface(file: ModuleType) -> bool:
-    from transformers import AttentionInterface
-
-    return any(isinstance(value, AttentionInterface) for value in vars(file).values())
-
-
-def _class_tables(file: ModuleType) -> Iterator[dict[str, type]]:
-    """Dictionaries by which modules choose the class of their attention."""
-    for value in vars(file).values():
-        if isinstance(value, dict) and isinstance(value.get("eager"), type):
             yield value
 
 

@@ -17,16 +17,16 @@ from torch import Tensor
 from tilewise.api import attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
+from tilewise.integrations import flash
 from tilewise.integrations import flash_attn_interface as fa3
-from tilewise.integrations.descales import Descales, without_gradients
+from tilewise.integrations.flash import Descales
 from tilewise.integrations.translation import (
     FLASH_NAMES,
+    UNBOUNDED,
     Window,
-    flag_of,
     length,
     number_of,
     require_tensors,
-    softcap_of,
     worded,
 )
 
@@ -77,15 +77,11 @@ def flash_attn_func(
     lse is (batch, heads, seqlen_q), with `qv` (batch, seqlen_q, heads), as in FA4.
     """
     del num_splits, pack_gqa, return_lse
-    _refuse(
-        gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )  # fmt: skip
+    modifiers = (gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars)
+    _refuse(*modifiers, block_sparse_tensors, block_sparse_tensors_bwd)
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
     _check_operands(q, k, v, qv, learnable_sink)
-    given = (q, k, v, qv, Descales(), 0, flags)
-    out, lse = without_gradients(fa3.attend_dense, *given) if q.dtype is E4M3 else fa3.attend_dense(*given)
+    out, lse = fa3.attend(q, k, v, qv, Descales(), None, 0, flags)
     return out, lse if qv is None else lse.transpose(-1, -2)
 
 
@@ -131,10 +127,8 @@ def flash_attn_varlen_func(
     """
     del num_splits, pack_gqa, return_lse, min_seqlen_k, scheduler_metadata, seqlen_k_per_split
     del disable_scheduler_metadata
-    _refuse(
-        gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
-    )  # fmt: skip
+    modifiers = (gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars)
+    _refuse(*modifiers, block_sparse_tensors, None)
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
     _check_operands(q, k, v, qv, learnable_sink)
     shape = q.shape[:-1]
@@ -142,16 +136,24 @@ def flash_attn_varlen_func(
     queries, totals_q, longest_q = _packed("q", q, cu_seqlens_q, max_seqlen_q)
     flags["max_seqlen_q"] = longest_q
     if page_table is not None:
-        out, lse = _paged(queries, k, v, qv, totals_q, page_table, cu_seqlens_k, seqused_q, seqused_k, flags)
+        for name, given in (("qv", qv), ("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q)):
+            if given is not None:
+                raise Unsupported(f"{name} with page_table: pages are attended by q alone, all of its rows")
+        if q.dtype is E4M3:
+            instead = "flash_attn_with_kvcache of tilewise.integrations.flash_attn_interface"
+            raise Unsupported(f"FP8 with page_table: call {instead}")
+        if seqused_k is None:
+            fix = "Pass int32 (batch,)."
+            raise InvalidProblem("seqused_k", "the tokens in the pages, beside page_table", None, fix)
+        flags["cu_seqlens_q"] = totals_q
+        out, lse = attention_paged(queries, k, v, page_table, seqused_k, return_lse=True, **flags)
     else:
         keys, totals_k, longest_k = _packed("k", k, cu_seqlens_k, max_seqlen_k)
         values, _, _ = _packed("v", v, cu_seqlens_k, max_seqlen_k)
         flags["max_seqlen_k"] = longest_k
         extra = None if qv is None else _packed("qv", qv, cu_seqlens_q, max_seqlen_q)[0]
         packed = fa3.Packed(totals_q, totals_k, seqused_q, seqused_k)
-        given = (queries, keys, values, extra, Descales(), packed, 0, flags)
-        attend = fa3.attend_packed
-        out, lse = without_gradients(attend, *given) if q.dtype is E4M3 else attend(*given)
+        out, lse = fa3.attend(queries, keys, values, extra, Descales(), packed, 0, flags)
     if dense_q:
         out, lse = out.unflatten(0, shape[:2]), lse.unflatten(1, shape[:2]).transpose(0, 1)
     return out, lse if qv is None else lse.transpose(-1, -2)
@@ -177,10 +179,11 @@ def flash_attn_combine(
     return combined, lse if return_lse else None
 
 
-def _refuse(**given: object) -> None:
-    for name, value in given.items():
+def _refuse(*given: object) -> None:
+    """Refuse what is given of the arguments in ADVICE, in their order."""
+    for (name, advice), value in zip(ADVICE.items(), given, strict=True):
         if value is not None:
-            raise Unsupported(f"{name} of flash-attn 4: {ADVICE[name]}")
+            raise Unsupported(f"{name} of flash-attn 4: {advice}")
 
 
 def _flags(
@@ -191,15 +194,9 @@ def _flags(
     deterministic: bool,
     learnable_sink: Tensor | None,
 ) -> dict[str, Any]:
-    is_causal = flag_of("causal", causal)
-    return {
-        "causal": is_causal,
-        "window": _window(window_size, is_causal),
-        "softcap": softcap_of(0.0 if softcap is None else softcap),
-        "scale": number_of(softmax_scale, "softmax_scale"),
-        "deterministic": True if flag_of("deterministic", deterministic) else None,
-        "sinks": learnable_sink,
-    }
+    cap = 0.0 if softcap is None else softcap
+    flags = flash.flags_of(softmax_scale, causal, UNBOUNDED, cap, deterministic, sinks=learnable_sink)
+    return flags | {"window": _window(window_size, flags["causal"])}
 
 
 def _window(window_size: Sides, causal: bool) -> Window | None:
@@ -243,27 +240,3 @@ def _packed(
     batch, seqlen = tensor.shape[:2]
     totals = torch.arange(batch + 1, dtype=torch.int32, device=tensor.device) * seqlen
     return tensor.flatten(0, 1), totals, seqlen
-
-
-def _paged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    page_table: Tensor,
-    cu_seqlens_k: Tensor | None,
-    seqused_q: Tensor | None,
-    seqused_k: Tensor | None,
-    flags: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    for name, given in (("qv", qv), ("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q)):
-        if given is not None:
-            raise Unsupported(f"{name} with page_table: pages are attended by q alone, all of its rows")
-    if q.dtype is E4M3:
-        raise Unsupported(
-            "FP8 with page_table: call flash_attn_with_kvcache of tilewise.integrations.flash_attn_interface"
-        )
-    if seqused_k is None:
-        raise InvalidProblem("seqused_k", "the tokens in the pages, beside page_table", None, "Pass int32 (batch,).")
-    return attention_paged(q, k, v, page_table, seqused_k, cu_seqlens_q=cu_seqlens_q, return_lse=True, **flags)

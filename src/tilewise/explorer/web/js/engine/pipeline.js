@@ -1,4 +1,4 @@
-/** FlashAttention-3's inner loop as a timeline; the mirror of tilewise/simulator/pipeline.py, which explains it. */
+/** FlashAttention-3's inner loop as a timeline; tests/explorer/pipeline_model.py explains and checks it. */
 
 /**
  * @typedef {"load_k" | "load_v" | "scores" | "softmax" | "values"} Task

@@ -1,0 +1,76 @@
+"""What only the benchmark measures: extra memory of a call, host time of a launch, and the commit of the source."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise.bench.memory import peak_extra_memory
+from tilewise.bench.timing import Batch, Clock, CudaClock
+
+__all__ = ["HostClock", "commit", "extra_memory"]
+
+
+class HostClock(Clock):
+    """The host time of a call, without waiting for the device. A sample fits the device's launch queue."""
+
+    sample_seconds = CudaClock.sample_seconds
+
+    def __call__(self, batch: Batch, lead_in: Batch) -> float:  # noqa: ARG002 - the host starts from rest
+        """Run the batch once."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        batch()
+        seconds = time.perf_counter() - start
+        torch.cuda.synchronize()
+        return seconds
+
+
+def extra_memory(call: Callable[[], Tensor], device: str) -> int:
+    """Bytes held at the peak of a call less what was held before and what its output takes.
+
+    On the CPU measured by `peak_extra_memory`; on the GPU by torch's allocator.
+    """
+    sizes: list[int] = []
+
+    def run() -> Tensor:
+        out = call()
+        sizes.append(out.numel() * out.element_size())
+        return out
+
+    peak = _allocated(run) if device == "cuda" else peak_extra_memory(run)
+    return max(0, peak - sizes[-1])
+
+
+def _allocated(run: Callable[[], object]) -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def commit() -> str | None:
+    """The commit of this source tree, with a + if the package differs from it; None outside a checkout."""
+    package = Path(tilewise.__file__).parent
+    head = _output("git", "-C", str(package), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(package), "status", "--porcelain", "--", str(package))
+    return head + "+" if head and changed else head
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

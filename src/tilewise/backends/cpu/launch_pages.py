@@ -1,0 +1,61 @@
+"""Launches the programs that write rows of K and V into pages.
+
+Their parameter block is short (positions below); strides are in bytes. The counters of a run follow it, one per cache
+line, as in the other programs.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from torch import Tensor
+
+from tilewise.backends.cpu import threads
+from tilewise.backends.cpu.cache import program
+from tilewise.backends.cpu.launch import DTYPES
+from tilewise.backends.cpu.params import COUNTER_FIELDS
+
+# Number of new rows, their slots, page size and heads; then for K and for V: source, its token and head strides, pages,
+# their page, slot and head strides, elements of a head (bytes if copied), the source's dtype, scales (pages, heads).
+NUM_ROWS, SLOTS, PAGE_SIZE, NUM_HEADS = range(4)
+K, V = 4, 14
+SOURCE, SOURCE_ROW, SOURCE_HEAD, PAGES, PAGES_PAGE, PAGES_SLOT, PAGES_HEAD, SIZE, DTYPE, SCALES = range(10)
+BLOCK_FIELDS = 24
+# Distance of the item counter from the end of the block.
+NEXT_ITEM = 64
+# Rows that a thread takes at a time.
+ROWS_PER_ITEM = 16
+# This much work takes about as long as waking another thread.
+COPIED_BYTES, QUANTISED_ELEMENTS = 100_000, 10_000
+
+
+def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """See tilewise.kv.writing. The last dimension of every tensor is contiguous."""
+    size = (k.numel() + v.numel()) * k.element_size()
+    fields = (*_written(k, k_pages, None), *_written(v, v_pages, None))
+    _write("write_rows", k, k_pages, slots, fields, size // COPIED_BYTES)
+
+
+def append_quantised(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+) -> None:
+    """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
+    fields = (*_written(k, k_pages, k_scale), *_written(v, v_pages, v_scale))
+    _write("append_quantised", k, k_pages, slots, fields, (k.numel() + v.numel()) // QUANTISED_ELEMENTS)
+
+
+def _write(name: str, k: Tensor, pages: Tensor, slots: Tensor, fields: tuple[int, ...], more_threads: int) -> None:
+    rows, heads, _ = k.shape
+    block = array("q", (rows, slots.data_ptr(), pages.shape[1], heads, *fields, *(0,) * COUNTER_FIELDS))
+    if rows > 0:
+        items = -(-rows // ROWS_PER_ITEM)
+        threads.run(program(name).address, block, min(items, threads.num_threads(), 1 + more_threads))
+
+
+def _written(new: Tensor, pages: Tensor, scale: Tensor | None) -> tuple[int, ...]:
+    item, page_item, dim = new.element_size(), pages.element_size(), new.shape[2]
+    source = (new.data_ptr(), *(stride * item for stride in new.stride()[:2]))
+    target = (pages.data_ptr(), *(stride * page_item for stride in pages.stride()[:3]))
+    if scale is None:
+        return (*source, *target, dim * item, 0, 0)
+    return (*source, *target, dim, DTYPES[new.dtype], scale.data_ptr())

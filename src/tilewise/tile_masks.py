@@ -1,0 +1,695 @@
+"""`TileMask`: any mask as data. Empty tiles are not computed, full ones need no mask, the others hold one bit a pair.
+
+A mask is evaluated once, into a map of tiles of 128 x 128 and the bits of those that are visible in part. Every kernel
+reads that form, so that no mask is compiled. Nothing here is ever as large as seqlen_q * seqlen_k, except `dense()`.
+
+    >>> mask = tile_mask(lambda b, h, i, j: (i >= j) | (j < 64), 300, 300)
+    >>> mask.counts
+    TileCounts(full=3, partial=3, skipped=3)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidProblem
+from tilewise.masks import TileCounts
+from tilewise.tiles import EMPTY, FULL, TILE, WORDS, is_visible, lists_of, num_tiles, packed, visible
+from tilewise.units import format_bytes
+
+__all__ = ["TileMask", "tile_mask"]
+
+# A tile that is still to be evaluated.
+UNKNOWN = -3
+# Tiles that are evaluated at once: 4 million pairs.
+AT_ONCE = 256
+# Of a map of 1 GiB.
+MAX_TILES = 2**28
+# Rows and columns of the picture that a mask prints.
+PICTURE = 32
+# The same of a plot.
+PLOT = 128
+
+# Bits (number, 4, 128) of the tiles at (batch, head, row of tiles, column of tiles), each an index tensor (number,).
+Evaluate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Whether query i sees key j, as index tensors that broadcast against each other.
+Pairs = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Device = torch.device | str | None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TileMask:
+    """Which keys each query sees: `mask=` of the calls. Made by `tile_mask` or one of the class methods.
+
+    Immutable; equal to itself only. `tiles` is the map (batch or 1, heads or 1, tiles of queries, tiles of keys) and
+    `bits` holds the tiles that are visible in part (see tilewise.tiles). A mask of batch 1 or of one head serves all of
+    them. `a & b`, `a | b` and `~a` are masks. Everything is on one device; reusing a mask never waits for it.
+    """
+
+    tiles: Tensor
+    bits: Tensor
+    seqlen_q: int
+    seqlen_k: int
+    # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column.
+    lists: Tensor | None = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        # Here and not when first asked for, so that a compiler sees one kind of mask.
+        if self.tiles.is_cuda:
+            object.__setattr__(self, "lists", lists_of(self.tiles))
+
+    # Making masks
+
+    @classmethod
+    def from_dense(cls, mask: Tensor) -> TileMask:
+        """Of a boolean tensor (..., seqlen_q, seqlen_k), True where a query sees a key: 2 to 4 dimensions."""
+        _check_boolean("mask", "(..., seqlen_q, seqlen_k)", mask)
+        four = mask[(None,) * (4 - mask.dim())]
+        lengths = four.shape[2], four.shape[3]
+        tiles = _unknown(four.shape[:2], lengths, mask.device)
+        if tiles.numel() == 0:
+            return TileMask(tiles, _no_bits(mask.device), *lengths)
+        for dim, length in zip((2, 3), lengths, strict=True):
+            if length % TILE:
+                at = torch.arange(num_tiles(length) * TILE, device=mask.device).clamp_max(length - 1)
+                four = four.index_select(dim, at)
+        blocks = four.reshape(*tiles.shape[:3], TILE, tiles.shape[3], TILE).transpose(3, 4)
+        return _evaluated(tiles, lambda b, h, m, n: packed(blocks[b, h, m, n]), *lengths)
+
+    @classmethod
+    def from_intervals(
+        cls, starts: Tensor, ends: Tensor, seqlen: int, *, of: str = "keys", device: Device = None
+    ) -> TileMask:
+        """Each query sees the keys start .. end-1. `starts` and `ends` are integers (..., seqlen_q), or
+        (..., seqlen_q, ranges) for the union of several ranges; `seqlen` is the number of keys.
+
+        With `of="queries"` the ranges are of queries: each key is seen by the queries start .. end-1, the tensors are
+        (..., seqlen_k), or (..., seqlen_k, ranges), and `seqlen` is the number of queries. Give all four dimensions
+        (batch, heads, seqlen, ranges), or fewer from the left: (seqlen,), (batch, seqlen), (batch, heads, seqlen).
+        """
+        if of not in ("keys", "queries"):
+            raise InvalidProblem("of", "'keys' or 'queries'", repr(of), "Say what the ranges are of.")
+        starts, ends = (_ranges(name, x, device) for name, x in (("starts", starts), ("ends", ends)))
+        if starts.shape != ends.shape:
+            fix = "Give one end for every start."
+            raise InvalidProblem("ends", f"shape {tuple(starts.shape)} as starts has", tuple(ends.shape), fix)
+        _check_length("seqlen", seqlen)
+        # A range without members is put where no tile meets it.
+        members = starts < ends
+        starts, ends = torch.where(members, starts, seqlen), torch.where(members, ends, 0)
+        own = starts.shape[2]
+        by_keys = of == "queries"
+
+        def pairs(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            mine, other = (j, i) if by_keys else (i, j)
+            inside = other[..., None] >= starts[b, h, mine]
+            return (inside & (other[..., None] < ends[b, h, mine])).any(-1)
+
+        tiles = _by_ranges(starts, ends, seqlen)
+        lengths = (seqlen, own) if by_keys else (own, seqlen)
+        return _of_pairs(pairs, *lengths, tiles.transpose(2, 3) if by_keys else tiles)
+
+    @classmethod
+    def documents(cls, ids: Tensor, ids_k: Tensor | None = None, *, device: Device = None) -> TileMask:
+        """Queries see the keys of their own document. `ids` are integers (seqlen,) or (batch, seqlen), `ids_k` those of
+        the keys if they differ. A negative id is padding: it sees nothing and nothing sees it.
+        """
+        q = _ids("ids", ids, device)
+        k = q if ids_k is None else _ids("ids_k", ids_k, device)
+        if q.shape[0] != k.shape[0] and 1 not in (q.shape[0], k.shape[0]):
+            raise InvalidProblem("ids_k", f"batch {q.shape[0]} as ids has", k.shape[0], "Give both the same batch.")
+        batch = max(q.shape[0], k.shape[0])
+        q, k = q.expand(batch, -1), k.expand(batch, -1)
+        lengths = q.shape[1], k.shape[1]
+        (q_low, q_high), (k_low, k_high) = (_tile_ends(ids) for ids in (q, k))
+        tiles = _unknown((batch, 1), lengths, q.device)
+        q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
+        apart = (q_high < k_low) | (k_high < q_low) | (q_high < 0) | (k_high < 0)
+        same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low) & (q_low >= 0)
+        tiles = tiles.masked_fill(apart[:, None], EMPTY).masked_fill(same[:, None], FULL)
+        return _of_pairs(lambda b, _, i, j: (q[b, i] == k[b, j]) & (q[b, i] >= 0), *lengths, tiles)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, seqlen: int, *, device: Device = None) -> TileMask:
+        """Documents one after the other within a row of `seqlen` tokens; `cu_seqlens` are running totals from 0.
+        Tokens past the last total are padding.
+        """
+        _check_totals(cu_seqlens)
+        _check_length("seqlen", seqlen)
+        totals = cu_seqlens.to(device=cu_seqlens.device if device is None else device, dtype=torch.int64)
+        position = torch.arange(seqlen, dtype=torch.int64, device=totals.device)
+        ids = torch.bucketize(position, totals[1:].contiguous(), right=True)
+        return cls.documents(ids.masked_fill(ids == len(totals) - 1, -1))
+
+    @classmethod
+    def prefix(
+        cls, lengths: int | Sequence[int] | Tensor, seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None
+    ) -> TileMask:
+        """Prefix-LM: all queries see the first `lengths` keys (one number, or one per sequence), and the other keys
+        causally, the last query aligned with the last key.
+        """
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        rows = _positions(seqlen_q, seqlen_k, _device_of(lengths, device))
+        prefixes = torch.as_tensor(lengths, device=rows.device, dtype=torch.int64).reshape(-1, 1, 1)
+        ends = torch.maximum(prefixes, rows + 1)
+        return cls.from_intervals(torch.zeros_like(ends), ends, seqlen_k)
+
+    @classmethod
+    def chunks(cls, size: int, seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None) -> TileMask:
+        """Chunked attention: a query sees the keys of its own chunk of `size` keys, the last query aligned with the
+        last key. Give `causal=True` to the call for chunks that are causal inside.
+        """
+        _check_length("size", size, least=1)
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        starts = _positions(seqlen_q, seqlen_k, device) // size * size
+        return cls.from_intervals(starts, starts + size, seqlen_k)
+
+    @classmethod
+    def neighbourhood(
+        cls, shape: int | tuple[int, int], window: int | tuple[int, int], *, device: Device = None
+    ) -> TileMask:
+        """Each token sees the `window` nearest tokens along each axis, itself among them: of a sequence of `shape`
+        tokens, or of a grid (height, width) read row by row. At an edge the window is moved inside.
+        """
+        sizes = shape if isinstance(shape, tuple) else (shape,)
+        windows = window if isinstance(window, tuple) else (window,) * len(sizes)
+        if len(windows) != len(sizes) or len(sizes) > 2:
+            fix = "Sequences and grids of two dimensions have neighbourhoods; others are a tile_mask of a function."
+            raise InvalidProblem("window", f"one number per axis of shape {sizes}", windows, fix)
+        bounds = []
+        for size, width in zip(sizes, windows, strict=True):
+            _check_length("shape", size, least=1)
+            _check_length("window", width, least=1)
+            width = min(width, size)
+            position = torch.arange(size, dtype=torch.int64, device=torch.device(device or "cpu"))
+            start = (position - width // 2).clamp(0, size - width)
+            bounds.append((start, start + width))
+        if len(sizes) == 1:
+            return cls.from_intervals(*bounds[0], sizes[0])
+        (top, bottom), (left, right) = bounds
+        height, width = sizes
+
+        def pairs(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            y, x = i // width, i % width
+            ky, kx = j // width, j % width
+            return (ky >= top[y]) & (ky < bottom[y]) & (kx >= left[x]) & (kx < right[x])
+
+        # From the first neighbour to the last: tiles outside are empty.
+        first = (top[:, None] * width + left).reshape(1, 1, -1, 1)
+        end = ((bottom[:, None] - 1) * width + right).reshape(1, 1, -1, 1)
+        tiles = _by_ranges(first, end, height * width)
+        return _of_pairs(pairs, height * width, height * width, torch.where(tiles == FULL, UNKNOWN, tiles))
+
+    @classmethod
+    def tree(cls, parents: Sequence[int] | Tensor, context: int = 0, *, device: Device = None) -> TileMask:
+        """The nodes of a tree, as in speculative decoding: each sees itself, its ancestors, and `context` keys before
+        the tree. `parents` are integers (nodes,) or (batch, nodes); a root's is negative.
+        """
+        given = torch.as_tensor(parents, device=_device_of(parents, device))
+        up = _ids("parents", given, None)
+        _check_length("context", context)
+        nodes = up.shape[1]
+        seen = torch.eye(nodes, dtype=torch.bool, device=up.device).repeat(up.shape[0], 1, 1)
+        batch, node = (torch.arange(n, device=up.device) for n in up.shape)
+        at = up
+        for _ in range(nodes):
+            if bool((at >= nodes).any()):
+                fix = "A parent is the index of another node, or -1."
+                raise InvalidProblem("parents", f"indices below {nodes}", int(at.max()), fix)
+            if not bool((at >= 0).any()):
+                break
+            seen[batch[:, None], node, at.clamp_min(0)] |= at >= 0
+            at = torch.where(at >= 0, up.gather(1, at.clamp_min(0)), -1)
+        if bool((at >= 0).any()):
+            raise InvalidProblem("parents", "a tree", "a cycle", "Following parents must end at a root, -1.")
+
+        def pairs(b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (j < context) | seen[b, i, (j - context).clamp_min(0)]
+
+        lengths = nodes, context + nodes
+        return _of_pairs(pairs, *lengths, _unknown((up.shape[0], 1), lengths, up.device))
+
+    @classmethod
+    def from_block_mask(cls, block_mask: Any) -> TileMask:
+        """Of `torch.nn.attention.flex_attention.BlockMask`: its lists of blocks, its mask_mod inside partial ones."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        if not isinstance(block_mask, BlockMask):
+            fix = "Make one with torch.nn.attention.flex_attention.create_block_mask."
+            raise InvalidProblem("block_mask", "a BlockMask", type(block_mask).__name__, fix)
+        lengths = block_mask.seq_lengths
+        rows, cols = block_mask.BLOCK_SIZE
+        partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+        full = torch.zeros_like(partial)
+        if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
+            full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        tiles = _unknown(partial.shape[:2], lengths, partial.device)
+        if (rows, cols) == (TILE, TILE):
+            some = partial[:, :, : tiles.shape[2], : tiles.shape[3]]
+            every = full[:, :, : tiles.shape[2], : tiles.shape[3]]
+            tiles = tiles.masked_fill(~some, EMPTY).masked_fill(every, FULL)
+        inside = _vmapped(block_mask.mask_mod)
+
+        def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+            i, j = _indices(m, lengths[0]), _indices(n, lengths[1])
+            at = b[:, None, None], h[:, None, None], i[:, :, None] // rows, j[:, None, :] // cols
+            return packed(full[at] | (partial[at] & inside(b, h, i, j)))
+
+        return _evaluated(tiles, bits, *lengths)
+
+    @classmethod
+    def stack(cls, masks: Sequence[TileMask], *, seqlen_q: int | None = None, seqlen_k: int | None = None) -> TileMask:
+        """One mask per sequence as one mask of their batch: for `attention_varlen`. It is as long as the longest of
+        them, or as `seqlen_q` and `seqlen_k` say; rows and keys past a mask's own are hidden.
+        """
+        if not masks or any(mask.tiles.shape[0] != 1 for mask in masks):
+            fix = "A mask of a whole batch is given as it is."
+            raise InvalidProblem("masks", "one or more masks of batch 1", [mask.shape for mask in masks], fix)
+        longest_q, longest_k = max(m.seqlen_q for m in masks), max(m.seqlen_k for m in masks)
+        lengths = seqlen_q or longest_q, seqlen_k or longest_k
+        if lengths[0] < longest_q or lengths[1] < longest_k:
+            expected = f"lengths of at least {longest_q} and {longest_k}"
+            raise InvalidProblem("seqlen_q, seqlen_k", expected, lengths, "Cut the masks with mask.cut.")
+        heads = max(m.tiles.shape[1] for m in masks)
+        tiles = _unknown((len(masks), heads), lengths, masks[0].tiles.device).fill_(EMPTY)
+        parts, count = [], 0
+        for index, mask in enumerate(masks):
+            _check_same_device(masks[0], mask)
+            clean = mask._hidden_past_its_lengths(*lengths)  # noqa: SLF001
+            own = clean.tiles[0].expand(heads, -1, -1)
+            tiles[index, :, : own.shape[1], : own.shape[2]] = torch.where(own >= 0, own + count, own)
+            parts.append(clean.bits)
+            count += len(clean.bits)
+        return TileMask(tiles, torch.cat(parts), *lengths)
+
+    # What it is
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch or 1, heads or 1, seqlen_q, seqlen_k)."""
+        return self.tiles.shape[0], self.tiles.shape[1], self.seqlen_q, self.seqlen_k
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.tiles.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the map and the bits."""
+        return self.tiles.nbytes + self.bits.nbytes
+
+    @functools.cached_property
+    def counts(self) -> TileCounts:
+        """Tiles of the map that are computed without and with bits, and tiles that are skipped. Reads the device."""
+        full, skipped = (int((self.tiles == kind).sum()) for kind in (FULL, EMPTY))
+        return TileCounts(full, self.tiles.numel() - full - skipped, skipped)
+
+    @property
+    def density(self) -> float:
+        """The share of the tiles that is computed. Reads the device, once."""
+        return self.counts.visited / max(1, self.tiles.numel())
+
+    def dense(self) -> Tensor:
+        """The boolean tensor (batch or 1, heads or 1, seqlen_q, seqlen_k): as `mask=` it takes the general path, which
+        computes every pair.
+        """
+        return visible(self.tiles, self.bits, self.seqlen_q, self.seqlen_k)
+
+    def __repr__(self) -> str:
+        batch, heads, seqlen_q, seqlen_k = self.shape
+        counts = self.counts
+        head = (
+            f"TileMask(batch {batch}, heads {heads}, {seqlen_q} x {seqlen_k} on {self.device}: "
+            f"{100 * self.density:.1f} % of {self.tiles.numel():,} tiles, {counts.full:,} full, "
+            f"{counts.partial:,} partial, {format_bytes(self.nbytes)})"
+        )
+        return "\n".join([head, *self._picture()])
+
+    def plot(self, batch: int = 0, head: int = 0) -> str:
+        """The tiles of one sequence and head as an SVG: full ones dark, partial ones light."""
+        shares = self._shares(batch, head, PLOT)
+        width, height = 8 * len(shares[0]) if shares else 0, 8 * len(shares)
+        tiles = "".join(
+            f'<rect x="{8 * x}" y="{8 * y}" width="8" height="8" fill-opacity="{1.0 if share == 1.0 else 0.4}"/>'
+            for y, row in enumerate(shares)
+            for x, share in enumerate(row)
+            if share > 0.0
+        )
+        frame = f'<rect width="{width}" height="{height}" fill="none" stroke="#868e96"/>'
+        size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><g fill="#1c7ed6">{tiles}</g>{frame}</svg>'
+
+    def _picture(self) -> list[str]:
+        """The tiles of the first sequence and head, several in a character where there are many."""
+        shares = self._shares(0, 0, PICTURE)
+        return ["".join("█" if x == 1.0 else "·" if x == 0.0 else "▒" for x in row) for row in shares]
+
+    def _shares(self, batch: int, head: int, most: int) -> list[list[float]]:
+        """0 for empty tiles, 1 for full ones, between for others, averaged to at most so many rows and columns."""
+        if self.tiles.numel() == 0:
+            return []
+        kinds = self.tiles[batch, head]
+        share = torch.where(kinds == EMPTY, 0.0, torch.where(kinds == FULL, 1.0, 0.5)).cpu()
+        sides = min(most, share.shape[0]), min(most, share.shape[1])
+        drawn: list[list[float]] = torch.nn.functional.adaptive_avg_pool2d(share[None], sides)[0].tolist()
+        return drawn
+
+    # Other masks of it
+
+    def to(self, device: torch.device | str) -> TileMask:
+        """The mask on another device."""
+        target = torch.device(device)
+        if target == self.device or (target.type == self.device.type and target.index is None):
+            return self
+        return TileMask(self.tiles.to(target), self.bits.to(target), self.seqlen_q, self.seqlen_k)
+
+    def __and__(self, other: TileMask) -> TileMask:
+        return self._combined(other, torch.bitwise_and, absorbing=EMPTY, neutral=FULL)
+
+    def __or__(self, other: TileMask) -> TileMask:
+        return self._combined(other, torch.bitwise_or, absorbing=FULL, neutral=EMPTY)
+
+    def __invert__(self) -> TileMask:
+        tiles = torch.where(self.tiles == FULL, EMPTY, torch.where(self.tiles == EMPTY, FULL, self.tiles))
+        return TileMask(tiles, ~self.bits, self.seqlen_q, self.seqlen_k)
+
+    def _combined(
+        self, other: TileMask, combine: Callable[[Tensor, Tensor], Tensor], *, absorbing: int, neutral: int
+    ) -> TileMask:
+        if not isinstance(other, TileMask):
+            return NotImplemented
+        _check_same_device(self, other)
+        if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
+            expected = f"a mask of {self.seqlen_q} x {self.seqlen_k}"
+            raise InvalidProblem("mask", expected, f"one of {other.seqlen_q} x {other.seqlen_k}", "Cut the longer one.")
+        try:
+            mine, theirs = torch.broadcast_tensors(self.tiles, other.tiles)
+        except RuntimeError:
+            fix = "Batch and heads must be equal, or 1."
+            raise InvalidProblem("mask", f"a shape that broadcasts to {self.shape}", other.shape, fix) from None
+        tiles = torch.full_like(mine, UNKNOWN, memory_format=torch.contiguous_format)
+        tiles[(mine == absorbing) | (theirs == absorbing)] = absorbing
+        tiles[(mine == neutral) & (theirs == neutral)] = neutral
+
+        def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+            return combine(_bits_of(mine[b, h, m, n], self.bits), _bits_of(theirs[b, h, m, n], other.bits))
+
+        return _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k)
+
+    def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> TileMask:
+        """The mask of queries rows[0] .. rows[1]-1 and keys keys[0] .. keys[1]-1. Nothing is evaluated again where both
+        start at a multiple of 128.
+        """
+        for name, (start, end), length in (("rows", rows, self.seqlen_q), ("keys", keys, self.seqlen_k)):
+            if not 0 <= start <= end <= length:
+                expected = f"0 <= start <= end <= {length}"
+                raise InvalidProblem(name, expected, (start, end), "A mask is made longer by grow or stack.")
+        (row, end_row), (key, end_key) = rows, keys
+        lengths = end_row - row, end_key - key
+        if row % TILE == 0 and key % TILE == 0:
+            m, n = slice(row // TILE, num_tiles(end_row)), slice(key // TILE, num_tiles(end_key))
+            return TileMask(self.tiles[:, :, m, n], self.bits, *lengths)
+        return _of_pairs(
+            lambda b, h, i, j: is_visible(self.tiles, self.bits, b, h, i + row, j + key),
+            *lengths,
+            _unknown(self.tiles.shape[:2], lengths, self.device),
+        )
+
+    def grow(self, rows: Tensor) -> TileMask:
+        """The mask with more queries, as decoding adds them: `rows` is boolean (..., new queries, keys), with as many
+        keys as this mask or more. New keys are hidden from the old queries. Only tiles at the new edges are evaluated.
+        """
+        _check_boolean("rows", "(..., new queries, keys)", rows)
+        new = rows[(None,) * (4 - rows.dim())].to(self.device)
+        seqlen_q, seqlen_k = self.seqlen_q + new.shape[2], new.shape[3]
+        batch, heads = (max(a, b) for a, b in zip(self.tiles.shape[:2], new.shape[:2], strict=True))
+        shared = [size for x in (self.tiles, new) for size in zip(x.shape[:2], (batch, heads), strict=True)]
+        if seqlen_k < self.seqlen_k or any(size not in (1, most) for size, most in shared):
+            expected = f"a shape that fits (..., new queries, {self.seqlen_k} keys or more) of {self.shape}"
+            raise InvalidProblem("rows", expected, tuple(rows.shape), "Give whole rows: one bool per key.")
+        old = self.tiles.expand(batch, heads, -1, -1)
+        more = new.expand(batch, heads, -1, -1)
+        tiles = _unknown((batch, heads), (seqlen_q, seqlen_k), self.device)
+        whole, kept = self.seqlen_q // TILE, old.shape[3]
+        tiles[:, :, :whole] = EMPTY
+        tiles[:, :, :whole, :kept] = old[:, :, :whole]
+        if seqlen_k > self.seqlen_k and self.seqlen_k % TILE:
+            # The last tiles of keys said nothing of the keys that are new.
+            edge = tiles[:, :, :whole, kept - 1]
+            tiles[:, :, :whole, kept - 1] = torch.where(edge == EMPTY, EMPTY, UNKNOWN)
+
+        def pairs(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if self.seqlen_q == 0 or self.seqlen_k == 0:
+                before = torch.zeros((), dtype=torch.bool, device=self.device)
+            else:
+                at = i.clamp_max(self.seqlen_q - 1), j.clamp_max(self.seqlen_k - 1)
+                before = is_visible(old, self.bits, b, h, *at) & (j < self.seqlen_k)
+            return torch.where(i < self.seqlen_q, before, more[b, h, (i - self.seqlen_q).clamp_min(0), j])
+
+        grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, self.bits)
+        return grown._compact()  # noqa: SLF001
+
+    def _compact(self) -> TileMask:
+        """Without the bits that no tile names."""
+        partial = self.tiles >= 0
+        used, index = torch.unique(self.tiles[partial], return_inverse=True)
+        tiles = self.tiles.clone()
+        tiles[partial] = index.to(torch.int32)
+        return TileMask(tiles, self.bits[used.long()], self.seqlen_q, self.seqlen_k)
+
+    def _hidden_past_its_lengths(self, seqlen_q: int, seqlen_k: int) -> TileMask:
+        """The mask with pairs past its lengths hidden, where another one is longer."""
+        if (seqlen_q <= self.seqlen_q or self.seqlen_q % TILE == 0) and (
+            seqlen_k <= self.seqlen_k or self.seqlen_k % TILE == 0
+        ):
+            return self
+        tiles = self.tiles.clone()
+        for edge in (tiles[:, :, -1:], tiles[:, :, :, -1:]):
+            edge.copy_(torch.where(edge == EMPTY, EMPTY, UNKNOWN))
+
+        def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+            i, j = (x[:, None] * TILE + torch.arange(TILE, device=self.device) for x in (m, n))
+            inside = (i < self.seqlen_q)[:, :, None] & (j < self.seqlen_k)[:, None, :]
+            return _bits_of(self.tiles[b, h, m, n], self.bits) & packed(inside)
+
+        return _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k, self.bits)
+
+
+def tile_mask(
+    fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    batch: int | None = None,
+    heads: int | None = None,
+    device: Device = "cpu",
+) -> TileMask:
+    """The mask of a function: `fn(b, h, i, j)` says whether query i of head h and sequence b sees key j.
+
+    The function gets integer tensors without dimensions and returns a boolean one, as a mask_mod of FlexAttention; it
+    is called under `torch.vmap`, for some hundred tiles at a time. Give `batch` and `heads` only if it depends on them.
+
+        >>> tile_mask(lambda b, h, i, j: i >= j, 256, 256).counts
+        TileCounts(full=1, partial=2, skipped=1)
+    """
+    if not callable(fn):
+        fix = "A mask that is a tensor is TileMask.from_dense."
+        raise InvalidProblem("fn", "a function of b, h, i, j", type(fn).__name__, fix)
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    given = {"batch": batch, "heads": heads}
+    for name, size in sizes.items():
+        _check_length(name, size)
+    for name, number in given.items():
+        if number is not None:
+            _check_length(name, number, least=1)
+    tiles = _unknown((batch or 1, heads or 1), (seqlen_q, seqlen_k), torch.device(device or "cpu"))
+    inside = _vmapped(fn)
+
+    def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        return packed(inside(b, h, _indices(m, seqlen_q), _indices(n, seqlen_k)))
+
+    return _evaluated(tiles, bits, seqlen_q, seqlen_k)
+
+
+# Evaluation
+
+
+def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, bits: Tensor | None = None) -> TileMask:
+    """The mask of a map with unknown tiles. `bits` are those of tiles that are known."""
+    tiles = tiles.contiguous()
+    known = _no_bits(tiles.device) if bits is None else bits
+    parts, count = [known], len(known)
+    for some in (tiles == UNKNOWN).nonzero().split(AT_ONCE):
+        b, h, m, n = some.unbind(1)
+        found = evaluate(b, h, m, n)
+        empty, full = (found == 0).all(2).all(1), (found == -1).all(2).all(1)
+        partial = ~(empty | full)
+        numbers = partial.cumsum(0).to(torch.int32) - 1 + count
+        tiles[b, h, m, n] = torch.where(empty, EMPTY, torch.where(full, FULL, numbers)).to(torch.int32)
+        parts.append(found[partial])
+        count += len(parts[-1])
+    return TileMask(tiles, torch.cat(parts) if len(parts) > 1 else known, seqlen_q, seqlen_k)
+
+
+def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, bits: Tensor | None = None) -> TileMask:
+    """`_evaluated` by a function of pairs."""
+
+    def evaluate(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+        i, j = _indices(m, seqlen_q)[:, :, None], _indices(n, seqlen_k)[:, None, :]
+        return packed(pairs(b[:, None, None], h[:, None, None], i, j).expand(len(b), TILE, TILE))
+
+    return _evaluated(tiles, evaluate, seqlen_q, seqlen_k, bits)
+
+
+def _indices(tile: Tensor, length: int) -> Tensor:
+    """The indices (number, 128) in these tiles. Past the length the last one is repeated, which leaves empty and full
+    tiles what they are.
+    """
+    return (tile[:, None] * TILE + torch.arange(TILE, device=tile.device)).clamp_max(length - 1)
+
+
+def _unknown(shared: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """A map of tiles that are all to be evaluated; `shared` are batch and heads."""
+    shape = shared[0], shared[1], num_tiles(lengths[0]), num_tiles(lengths[1])
+    count = shape[0] * shape[1] * shape[2] * shape[3]
+    if count > MAX_TILES:
+        expected = f"a map of at most {MAX_TILES:,} tiles of {TILE} x {TILE} pairs"
+        fix = "Share the mask between heads or sequences, or attend to parts of the keys and join them with merge."
+        raise InvalidProblem("seqlen_q, seqlen_k", expected, f"{count:,} tiles", fix)
+    return torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
+
+
+def _no_bits(device: torch.device) -> Tensor:
+    return torch.zeros(0, WORDS, TILE, dtype=torch.int32, device=device)
+
+
+def _vmapped(fn: Callable[..., Any]) -> Pairs:
+    """The function for tiles: b, h (number,), i and j (number, 128)."""
+
+    def checked(*at: Tensor) -> Tensor:
+        found = fn(*at)
+        if not isinstance(found, Tensor) or found.dtype != torch.bool or found.dim() != 0:
+            got = f"{found.dtype} of {found.dim()} dimensions" if isinstance(found, Tensor) else repr(found)
+            fix = "Compare the indices with each other or with entries of tensors; & and | join conditions."
+            raise InvalidProblem("fn", "a function that returns one boolean tensor without dimensions", got, fix)
+        return found
+
+    each: Any = checked
+    for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+        each = torch.vmap(each, in_dims=dims)
+    return each  # type: ignore[no-any-return]
+
+
+def _by_ranges(starts: Tensor, ends: Tensor, seqlen: int) -> Tensor:
+    """The map of ranges (batch, heads, length, ranges): tiles that no range meets are empty, and full where a range of
+    every row covers them.
+    """
+    own = starts.shape[2]
+    tiles = _unknown(starts.shape[:2], (own, seqlen), starts.device)
+    if tiles.numel() == 0:
+        return tiles
+    (low, high_start), (low_end, high) = (_tile_ends(x.transpose(2, 3)) for x in (starts, ends))
+    first = torch.arange(tiles.shape[3], dtype=torch.int64, device=starts.device) * TILE
+    last = (first + TILE).clamp_max(seqlen)
+    met = (low[..., None] < last) & (high[..., None] > first)
+    covered = (high_start[..., None] <= first) & (low_end[..., None] >= last)
+    return tiles.masked_fill(~met.any(2), EMPTY).masked_fill(covered.any(2), FULL)
+
+
+def _tile_ends(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and largest of each tile along the last dimension."""
+    at = _indices(torch.arange(num_tiles(numbers.shape[-1]), device=numbers.device), numbers.shape[-1])
+    grouped = numbers[..., at]
+    return grouped.amin(-1), grouped.amax(-1)
+
+
+def _listed(count: Tensor, indices: Tensor) -> Tensor:
+    """Which blocks (batch, heads, rows, columns) are among the first `count` of each row's indices."""
+    here = torch.arange(indices.shape[-1], device=indices.device) < count[..., None]
+    listed = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool, device=indices.device)
+    # What is not listed goes to a column that is dropped.
+    return listed.scatter_(-1, torch.where(here, indices.long(), indices.shape[-1]), value=True)[..., :-1]
+
+
+def _bits_of(kinds: Tensor, bits: Tensor) -> Tensor:
+    """The bits of tiles of any kind."""
+    whole = (kinds == FULL).to(torch.int32).neg()[:, None, None].expand(-1, WORDS, TILE)
+    if len(bits) == 0:
+        return whole
+    return torch.where((kinds >= 0)[:, None, None], bits[kinds.clamp_min(0).long()], whole)
+
+
+# Arguments
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def _check_length(name: str, length: Any, *, least: int = 0) -> None:
+    if not isinstance(length, int) or isinstance(length, bool) or not least <= length < 2**31:
+        raise InvalidProblem(name, f"an integer from {least} to 2^31 - 1", repr(length), "Pass a Python int.")
+
+
+def _check_boolean(name: str, shape: str, mask: Any) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
+        expected = f"a boolean tensor {shape} of 2 to 4 dimensions"
+        raise InvalidProblem(name, expected, _shown(mask), "0 and 1 become a mask by .bool().")
+
+
+def _check_totals(cu_seqlens: Any) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+        fix = "Give running totals from 0."
+        raise InvalidProblem("cu_seqlens", "a 1-D integer tensor", _shown(cu_seqlens), fix)
+
+
+def _check_same_device(one: TileMask, other: TileMask) -> None:
+    if one.device != other.device:
+        fix = "Move it with .to()."
+        raise InvalidProblem("mask", f"a mask on {one.device}", f"one on {other.device}", fix)
+
+
+def _shown(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _device_of(value: Any, device: Device) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return value.device if isinstance(value, Tensor) else torch.device("cpu")
+
+
+def _ids(name: str, ids: Any, device: Device) -> Tensor:
+    """Integers as (batch, seqlen)."""
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS or ids.dim() not in (1, 2):
+        fix = "Convert it with torch.as_tensor."
+        raise InvalidProblem(name, "an integer tensor (seqlen,) or (batch, seqlen)", _shown(ids), fix)
+    found = ids.to(device=_device_of(ids, device), dtype=torch.int64)
+    return found if found.dim() == 2 else found[None]
+
+
+def _ranges(name: str, ends: Any, device: Device) -> Tensor:
+    """Integers as (batch, heads, length, ranges)."""
+    if not isinstance(ends, Tensor) or ends.dtype not in INTEGERS or not 1 <= ends.dim() <= 4:
+        fix = "Give one number per row, as an integer tensor."
+        raise InvalidProblem(name, "an integer tensor of 1 to 4 dimensions", _shown(ends), fix)
+    found = ends.to(device=_device_of(ends, device), dtype=torch.int64)
+    if found.dim() == 4:
+        return found
+    # (length,), (batch, length) or (batch, heads, length).
+    batched = found[None] if found.dim() == 1 else found
+    return (batched[:, None] if batched.dim() == 2 else batched)[..., None]
+
+
+def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> Tensor:
+    """The key that each query is aligned with, (1, 1, seqlen_q)."""
+    _check_length("seqlen_q", seqlen_q)
+    _check_length("seqlen_k", seqlen_k)
+    where = torch.device(device or "cpu")
+    return (torch.arange(seqlen_q, dtype=torch.int64, device=where) + (seqlen_k - seqlen_q))[None, None]

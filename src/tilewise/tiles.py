@@ -1,0 +1,92 @@
+"""The storage of tile masks, once: tiles of 128 x 128 pairs, and one bit a pair for those that are visible in part.
+
+A map has one int32 per tile of 128 queries and 128 keys: EMPTY, FULL, or the index of the tile's bits. Bits are int32
+(number, 4, 128): word [w, j] holds key j of the tile for the queries 32 w .. 32 w + 31, the first in the lowest bit.
+Pairs past the lengths may have any bit: kernels hide them by the lengths.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = [
+    "EMPTY",
+    "FULL",
+    "TILE",
+    "WORD",
+    "WORDS",
+    "is_visible",
+    "lists_of",
+    "num_tiles",
+    "packed",
+    "unpacked",
+    "visible",
+]
+
+TILE = 128
+EMPTY, FULL = -2, -1
+# Queries whose bits share a word, and words of a key.
+WORD = 32
+WORDS = TILE // WORD
+
+
+def num_tiles(length: int) -> int:
+    """Tiles along so many queries or keys."""
+    return -(-length // TILE)
+
+
+def lists_of(tiles: Tensor) -> Tensor:
+    """The tiles of a map (batch, heads, rows, columns) that are not empty, in one dimension: for each sequence and head
+    a list of each row, then of each column. A list is the number of its entries, then (tile, kind) of each in order,
+    and as long as if all were listed. Nothing is read back from the device.
+    """
+    parts = []
+    for kinds in (tiles, tiles.transpose(2, 3)):
+        listed = kinds != EMPTY
+        order = (~listed).to(torch.int8).argsort(dim=-1, stable=True)
+        found = tiles.new_empty(*kinds.shape[:-1], 1 + 2 * kinds.shape[-1])
+        found[..., 0] = listed.sum(-1)
+        found[..., 1::2] = order
+        found[..., 2::2] = kinds.gather(-1, order)
+        parts.append(found.flatten(2))
+    return torch.cat(parts, -1).flatten()
+
+
+def packed(pairs: Tensor) -> Tensor:
+    """The bits of boolean tiles (number, 128, 128)."""
+    if pairs.device.type == "cpu":
+        octets = np.packbits(pairs.numpy().reshape(-1, WORDS, WORD, TILE), axis=2, bitorder="little")
+        words = np.ascontiguousarray(octets.transpose(0, 1, 3, 2)).view("<i4").astype(np.int32)
+        return torch.from_numpy(words[..., 0])
+    rows = pairs.reshape(-1, WORDS, WORD, TILE)
+    bits = rows[:, :, 0].to(torch.int32)
+    for place in range(1, WORD):
+        bits |= rows[:, :, place].to(torch.int32) << place
+    return bits
+
+
+def unpacked(bits: Tensor) -> Tensor:
+    """The boolean tiles (number, 128, 128) of bits."""
+    places = torch.arange(WORD, dtype=torch.int32, device=bits.device)[:, None]
+    return ((bits[:, :, None, :] >> places) & 1).bool().view(-1, TILE, TILE)
+
+
+def visible(tiles: Tensor, bits: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The dense mask (..., seqlen_q, seqlen_k) of a map (..., tiles of queries, tiles of keys)."""
+    *some, rows, cols = tiles.shape
+    pairs = (tiles == FULL)[..., None, None].expand(*tiles.shape, TILE, TILE).clone()
+    partial = tiles >= 0
+    pairs[partial] = unpacked(bits[tiles[partial].long()])
+    whole = pairs.transpose(-3, -2).reshape(*some, rows * TILE, cols * TILE)
+    return whole[..., :seqlen_q, :seqlen_k]
+
+
+def is_visible(tiles: Tensor, bits: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Whether query i sees key j, of index tensors that broadcast; the map is (batch, heads, rows, columns)."""
+    kinds = tiles[b, h, i // TILE, j // TILE]
+    if len(bits) == 0:
+        return kinds == FULL
+    words = bits[kinds.clamp_min(0).long(), i % TILE // WORD, j % TILE]
+    return (kinds == FULL) | ((kinds >= 0) & ((words >> (i % WORD).int()) & 1).bool())

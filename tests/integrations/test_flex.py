@@ -1,0 +1,130 @@
+"""The drop-in for FlexAttention against torch's own, uncompiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as theirs
+
+import tilewise as tw
+from tilewise.integrations import flex
+from tilewise.integrations.flex import ScoreMod, create_block_mask, flex_attention
+
+# Uncompiled, which is torch's reference.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+DOCUMENTS = torch.arange(300) // 110
+
+
+def prefix_lm(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i >= j) | (j < 40)
+
+
+def documents(_b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (DOCUMENTS[i] == DOCUMENTS[j]) & ((i >= j) | (h == 1))
+
+
+def nothing_for_some(b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i % 7 != 0) & (j > b * 20)
+
+
+def operands(seqlen_q: int = 300, seqlen_k: int = 300, kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, seqlen_q, 16, generator=draw)
+    k, v = (torch.randn(2, kv_heads, seqlen_k, 16, generator=draw) for _ in range(2))
+    return q, k, v
+
+
+def both(qkv: tuple[Tensor, Tensor, Tensor], theirs_mask: Any, mine: Any, **flags: Any) -> None:
+    """Outputs and lse of the two; torch's has no backward on a CPU."""
+    asked = theirs.AuxRequest(lse=True)
+    attends: list[tuple[Any, Any]] = [(theirs.flex_attention, theirs_mask), (flex_attention, mine)]
+    expected, found = (attend(*qkv, block_mask=mask, return_aux=asked, **flags) for attend, mask in attends)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1].lse, expected[1].lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask_mod", [prefix_lm, documents, nothing_for_some])
+def test_masks(mask_mod: Any) -> None:
+    sizes = 2, 4, 300, 300
+    block = theirs.create_block_mask(mask_mod, *sizes, device="cpu")
+    both(operands(), block, create_block_mask(mask_mod, *sizes, device="cpu"))
+    both(operands(), block, block)
+
+
+def test_grouped_heads_scale_and_other_lengths() -> None:
+    block = theirs.create_block_mask(prefix_lm, None, None, 130, 300, device="cpu")
+    both(operands(130, 300, 2), block, block, enable_gqa=True, scale=0.3)
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        ScoreMod(softcap=2.0),
+        ScoreMod(alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.0])),
+        ScoreMod(alibi_slopes=torch.rand(2, 4, generator=torch.Generator().manual_seed(0))),
+        ScoreMod(bias=torch.randn(4, 300, 300, generator=torch.Generator().manual_seed(1))),
+        ScoreMod(
+            3.0, torch.tensor([0.5, 0.25, 0.1, 0.0]), torch.randn(300, generator=torch.Generator().manual_seed(2))
+        ),
+    ],
+    ids=["softcap", "alibi", "alibi of sequences", "bias", "all"],
+)
+def test_score_mods(mod: ScoreMod) -> None:
+    block = theirs.create_block_mask(prefix_lm, None, None, 300, 300, device="cpu")
+    both(operands(), block, block, score_mod=mod)
+
+
+def test_a_block_mask_is_converted_once_and_forgotten_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions = []
+    convert = tw.TileMask.from_block_mask
+
+    def counted(block: Any) -> tw.TileMask:
+        conversions.append(id(block))
+        return convert(block)
+
+    monkeypatch.setattr(tw.TileMask, "from_block_mask", counted)
+    block = theirs.create_block_mask(prefix_lm, None, None, 300, 300, device="cpu")
+    for _ in range(3):
+        flex_attention(*operands(), block_mask=block)
+    assert len(conversions) == 1
+    before = len(flex._CONVERTED)
+    del block
+    assert len(flex._CONVERTED) == before - 1
+
+
+def test_results_as_torch_returns_them() -> None:
+    q, k, v = operands()
+    out = flex_attention(q, k, v)
+    assert isinstance(out, Tensor)
+    again, aux = flex_attention(q, k, v, return_aux=theirs.AuxRequest(lse=True))
+    assert torch.equal(again, out)
+    assert isinstance(aux, theirs.AuxOutput)
+    assert aux.max_scores is None
+    _, lse = flex_attention(q, k, v, return_lse=True)
+    assert isinstance(lse, Tensor)
+    assert aux.lse is not None
+    assert torch.equal(aux.lse, lse)
+
+
+def test_what_is_refused_says_what_to_do() -> None:
+    q, k, v = operands()
+    with pytest.raises(tw.Unsupported, match=r"ScoreMod\(softcap="):
+        flex_attention(q, k, v, score_mod=lambda score, *_: score * 2)
+    with pytest.raises(tw.Unsupported, match="AuxRequest"):
+        flex_attention(q, k, v, return_aux=theirs.AuxRequest(max_scores=True))
+    with pytest.raises(tw.InvalidProblem, match="kernel_options"):
+        flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
+    with pytest.raises(tw.InvalidProblem, match="enable_gqa"):
+        flex_attention(q, k[:, :2], v[:, :2])
+    with pytest.raises(tw.InvalidProblem, match="BLOCK_SIZE"):
+        create_block_mask(prefix_lm, None, None, 5, 5, device="cpu", BLOCK_SIZE=64)
+    with pytest.raises(tw.InvalidProblem, match="KV_LEN"):
+        create_block_mask(prefix_lm, None, None, 5, -5, device="cpu")
+    with pytest.raises(tw.InvalidProblem, match="block_mask: expected a tile mask of 300"):
+        flex_attention(q, k, v, block_mask=create_block_mask(prefix_lm, None, None, 5, 5, device="cpu"))
+    with pytest.raises(tw.InvalidProblem, match="offset -1"):
+        flex_attention(q, k[:, :, :299], v[:, :, :299], score_mod=ScoreMod(alibi_slopes=torch.zeros(4)))

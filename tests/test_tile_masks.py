@@ -1,0 +1,440 @@
+"""Tile masks: how they are made, combined, cut and moved, what calls do with them, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
+
+import tilewise as tw
+from tilewise import TileMask, dispatch, tile_mask, tile_masks
+from tilewise.testing.threads import one_thread
+from tilewise.tiles import lists_of, packed
+
+Sees = Callable[[int, int, Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single_threaded() -> Any:
+    with one_thread():
+        yield
+
+
+def dense_of(sees: Sees, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The mask of a function, evaluated all at once."""
+    i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+    rows = [[sees(b, h, i, j).expand(seqlen_q, seqlen_k) for h in range(heads)] for b in range(batch)]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def assert_is(mask: TileMask, sees: Sees) -> None:
+    assert torch.equal(mask.dense(), dense_of(sees, *mask.shape))
+
+
+def random_mask(seqlen_q: int, seqlen_k: int, *, batch: int = 1, heads: int = 1, seed: int = 0) -> TileMask:
+    """Tiles of all three kinds."""
+    draw = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(3, (batch, heads, -(-seqlen_q // 128), -(-seqlen_k // 128)), generator=draw)
+    wide = kinds.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :seqlen_q, :seqlen_k]
+    return TileMask.from_dense((wide == 2) | ((wide == 1) & (torch.rand(wide.shape, generator=draw) < 0.5)))
+
+
+IDS = torch.tensor([3] * 150 + [1] * 200 + [2] * 30 + [-1] * 20)
+SCATTERED = torch.arange(400) * 7 % 5
+OFFSETS = torch.tensor([[0, 130, 131, 300], [5, 5, 5, 5]])
+
+
+@pytest.mark.parametrize(
+    ("made", "sees"),
+    [
+        (
+            lambda: tile_mask(lambda _b, _h, i, j: (i >= j) | (j < 64), 300, 300),
+            lambda _b, _h, i, j: (i >= j) | (j < 64),
+        ),
+        (
+            lambda: tile_mask(lambda b, h, i, j: (i + j * h) % 3 > b, 130, 257, batch=2, heads=3),
+            lambda b, h, i, j: (i + j * h) % 3 > b,
+        ),
+        (
+            lambda: tile_mask(lambda b, _h, _i, j: (OFFSETS[b] == j).any(), 140, 301, batch=2),
+            lambda b, _h, _i, j: (OFFSETS[b] == j[..., None]).any(-1),
+        ),
+        (lambda: TileMask.documents(IDS), lambda _b, _h, i, j: (IDS[i] == IDS[j]) & (IDS[i] >= 0)),
+        (lambda: TileMask.documents(SCATTERED), lambda _b, _h, i, j: SCATTERED[i] == SCATTERED[j]),
+        (
+            lambda: TileMask.documents(torch.stack([IDS, SCATTERED]), IDS[100:][None]),
+            lambda b, _h, i, j: ((IDS, SCATTERED)[b][i] == IDS[j + 100]) & (IDS[j + 100] >= 0),
+        ),
+        (
+            lambda: TileMask.from_cu_seqlens(torch.tensor([0, 150, 350, 350, 380], dtype=torch.int32), 400),
+            lambda _b, _h, i, j: (IDS[i] == IDS[j]) & (IDS[i] >= 0),
+        ),
+        (lambda: TileMask.prefix([10, 200], 300, 400), lambda b, _h, i, j: (j < (10, 200)[b]) | (j <= i + 100)),
+        (lambda: TileMask.prefix(50, 200), lambda _b, _h, i, j: (j < 50) | (j <= i)),
+        (lambda: TileMask.chunks(100, 300, 400), lambda _b, _h, i, j: j // 100 == (i + 100) // 100),
+        (lambda: TileMask.chunks(100, 400, 300), lambda _b, _h, i, j: j // 100 == (i - 100) // 100),
+        (lambda: TileMask.chunks(256, 1024), lambda _b, _h, i, j: j // 256 == i // 256),
+        (
+            lambda: TileMask.neighbourhood(500, 33),
+            lambda _b, _h, i, j: (j - (i - 16).clamp(0, 467) >= 0) & (j - (i - 16).clamp(0, 467) < 33),
+        ),
+    ],
+    ids=[
+        "function", "of heads", "with a table", "documents", "scattered documents", "a batch", "cu_seqlens", "prefixes",
+        "prefix", "chunks", "chunks, more queries", "whole chunks", "neighbourhood",
+    ],
+)  # fmt: skip
+def test_masks_are_what_they_say(made: Callable[[], TileMask], sees: Sees) -> None:
+    assert_is(made(), sees)
+
+
+def test_a_grid_s_neighbourhood() -> None:
+    """Every token sees 5 x 7 others, those nearest to it."""
+    mask = TileMask.neighbourhood((30, 20), (5, 7)).dense()[0, 0]
+    assert mask.sum(1).unique().tolist() == [35]
+    for token in (0, 19, 45, 310, 599):
+        y, x = divmod(token, 20)
+        top, left = min(max(y - 2, 0), 25), min(max(x - 3, 0), 13)
+        seen = torch.zeros(30, 20, dtype=torch.bool)
+        seen[top : top + 5, left : left + 7] = True
+        assert torch.equal(mask[token], seen.view(-1))
+
+
+@pytest.mark.parametrize("of", ["keys", "queries"])
+def test_ranges(of: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    starts = torch.randint(-20, 300, (2, 3, 270, 2), generator=draw)
+    ends = starts + torch.randint(-3, 200, starts.shape, generator=draw)
+    starts[:, :, 128:, 0], ends[:, :, 128:, 0] = 0, 256
+
+    def sees(b: int, h: int, i: Tensor, j: Tensor) -> Tensor:
+        mine, other = (i, j) if of == "keys" else (j, i)
+        low, high = starts[b, h][mine], ends[b, h][mine]
+        return ((other[..., None] >= low) & (other[..., None] < high)).any(-1)
+
+    mask = TileMask.from_intervals(starts, ends, 310, of=of)
+    assert mask.shape == (2, 3, *((270, 310) if of == "keys" else (310, 270)))
+    assert_is(mask, sees)
+    assert mask.counts.full > 0
+
+
+def test_a_tree_sees_its_ancestors_and_the_context() -> None:
+    parents = [[-1, 0, 0, 1, 1, 2], [-1, -1, 1, 2, 3, 0]]
+    mask = TileMask.tree(torch.tensor(parents), context=200).dense()
+    for b, up in enumerate(parents):
+        for node in range(6):
+            seen, at = set(), node
+            while at >= 0:
+                seen.add(at)
+                at = up[at]
+            assert mask[b, 0, node, :200].all()
+            assert set(mask[b, 0, node, 200:].nonzero().flatten().tolist()) == seen
+    with pytest.raises(tw.InvalidProblem, match="a cycle"):
+        TileMask.tree([1, 2, 0])
+    with pytest.raises(tw.InvalidProblem, match="below 2"):
+        TileMask.tree([-1, 7])
+
+
+@pytest.mark.parametrize("block", [128, 64, (128, 256)])
+def test_of_a_block_mask(block: Any) -> None:
+    def sees(b: Any, _h: Any, i: Tensor, j: Tensor) -> Tensor:
+        close: Tensor = i - j < 100 + 50 * b
+        return (i >= j) & close
+
+    made = create_block_mask(sees, 2, None, 300, 333, device="cpu", BLOCK_SIZE=block)
+    assert_is(TileMask.from_block_mask(made), sees)
+
+
+def test_of_a_block_mask_that_is_only_lists() -> None:
+    """Its blocks are what counts; its function says yes to everything."""
+    count, indices = torch.tensor([[[1, 2]]], dtype=torch.int32), torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
+    made = BlockMask.from_kv_blocks(count, indices, BLOCK_SIZE=128, mask_mod=noop_mask)
+    assert_is(TileMask.from_block_mask(made), lambda _b, _h, i, j: (i >= 128) | (j >= 128))
+
+
+@pytest.mark.parametrize("lengths", [(300, 270), (128, 256), (1, 5)])
+def test_algebra(lengths: tuple[int, int]) -> None:
+    a, b = random_mask(*lengths, batch=2), random_mask(*lengths, heads=3, seed=1)
+    assert torch.equal((a & b).dense(), a.dense() & b.dense())
+    assert torch.equal((a | b).dense(), a.dense() | b.dense())
+    assert torch.equal((~a).dense(), ~a.dense())
+    nothing, everything = a & ~a, a | ~a
+    assert nothing.counts.visited == 0
+    assert everything.counts.partial == everything.counts.skipped == 0
+    assert nothing.density == 0.0
+    assert everything.density == 1.0
+
+
+@pytest.mark.parametrize(("rows", "keys"), [((0, 200), (128, 270)), ((5, 200), (130, 270)), ((299, 300), (0, 270))])
+def test_cuts(rows: tuple[int, int], keys: tuple[int, int]) -> None:
+    mask = random_mask(300, 270, batch=2)
+    cut = mask.cut(rows, keys)
+    expected = mask.dense()[:, :, slice(*rows), slice(*keys)]
+    assert torch.equal(cut.dense(), expected)
+    assert torch.equal((~cut).dense(), ~expected)
+    q, k = torch.randn(2, 1, rows[1] - rows[0], 8), torch.randn(2, 1, keys[1] - keys[0], 8)
+    torch.testing.assert_close(tw.attention(q, k, k, mask=cut), tw.attention(q, k, k, mask=expected))
+
+
+def test_growing_row_by_row_is_the_mask_of_all_rows() -> None:
+    whole = random_mask(280, 280, heads=2).dense().tril()
+    mask = TileMask.from_dense(whole[:, :, :120, :120])
+    for length in range(121, 281):
+        mask = mask.grow(whole[:, :, length - 1 : length, :length])
+    assert torch.equal(mask.dense(), whole)
+    direct = TileMask.from_dense(whole)
+    assert (mask.counts, mask.nbytes) == (direct.counts, direct.nbytes)
+
+
+def test_growing_from_nothing_and_by_several_rows() -> None:
+    rows = random_mask(200, 300).dense()
+    assert torch.equal(TileMask.from_dense(rows[:, :, :0, :0]).grow(rows).dense(), rows)
+    more = TileMask.from_dense(rows[:, :, :130, :140]).grow(rows[:, :, 130:])
+    expected = rows.clone()
+    expected[:, :, :130, 140:] = False
+    assert torch.equal(more.dense(), expected)
+
+
+def test_stacked_masks_hide_what_is_past_their_own() -> None:
+    masks = [~random_mask(50, 60), ~random_mask(300, 129, seed=1), random_mask(128, 270, seed=2)]
+    stacked = TileMask.stack(masks).dense()
+    assert stacked.shape == (3, 1, 300, 270)
+    for found, mask in zip(stacked, masks, strict=True):
+        expected = torch.zeros(300, 270, dtype=torch.bool)
+        expected[: mask.seqlen_q, : mask.seqlen_k] = mask.dense()[0, 0]
+        assert torch.equal(found[0], expected)
+
+
+def test_one_mask_per_packed_sequence() -> None:
+    lengths = [50, 300, 128]
+    masks = [random_mask(n, n, seed=n) for n in lengths]
+    q, k, v = (torch.randn(sum(lengths), 2, 16) for _ in range(3))
+    cu = torch.tensor([0, 50, 350, 478], dtype=torch.int32)
+    out = tw.attention_varlen(q, k, v, cu, cu, mask=TileMask.stack(masks))
+    for start, length, mask in zip(cu.tolist(), lengths, masks, strict=False):
+        parts = [t[start : start + length].transpose(0, 1)[None] for t in (q, k, v)]
+        alone = tw.attention(*parts, mask=mask.dense())[0].transpose(0, 1)
+        torch.testing.assert_close(out[start : start + length], alone)
+
+
+def test_verifying_a_tree_in_pages() -> None:
+    """Speculative decoding: the last rows of a sequence in pages are a tree over its context."""
+    parents, context, page = [-1, 0, 0, 1, 2], 300, 16
+    nodes, keys = len(parents), context + len(parents)
+    k, v = (torch.randn(keys, 2, 16) for _ in range(2))
+    pages = -(-keys // page)
+    padded = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, pages * page - keys)) for t in (k, v)]
+    stored = [t.view(pages, page, 2, 16) for t in padded]
+    q = torch.randn(nodes, 4, 16)
+    mask = TileMask.tree(parents, context)
+    table = torch.arange(pages, dtype=torch.int32)[None]
+    out = tw.attention_paged(
+        q, stored[0], stored[1], table, torch.tensor([keys], dtype=torch.int32), max_seqlen_q=nodes,
+        cu_seqlens_q=torch.tensor([0, nodes], dtype=torch.int32), mask=TileMask.stack([mask], seqlen_k=pages * page),
+    )  # fmt: skip
+    dense = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    torch.testing.assert_close(out.transpose(0, 1)[None], tw.attention(*dense, mask=mask.dense()))
+
+
+def test_the_lists_of_rows_and_columns() -> None:
+    """What GPU kernels walk: every tile that is not empty, in order, with its kind."""
+    mask = random_mask(500, 300, batch=2, heads=3)
+    *_, rows, cols = mask.tiles.shape
+    for kinds, lists in zip(mask.tiles.flatten(0, 1), lists_of(mask.tiles).view(6, -1), strict=True):
+        by_row, by_column = lists.split((rows * (1 + 2 * cols), cols * (1 + 2 * rows)))
+        for lines, entries in ((kinds, by_row.view(rows, -1)), (kinds.T, by_column.view(cols, -1))):
+            for line, (count, *pairs) in zip(lines.tolist(), entries.tolist(), strict=True):
+                found = list(zip(pairs[: 2 * count : 2], pairs[1 : 2 * count : 2], strict=True))
+                assert found == [(at, kind) for at, kind in enumerate(line) if kind != -2]
+
+
+def test_memory_is_a_fraction_of_the_dense_mask() -> None:
+    """A tenth of the tiles visible in part: below 2 % of a boolean tensor."""
+    kinds = torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) < 0.1
+    dense = kinds.repeat_interleave(128, 0).repeat_interleave(128, 1) & (torch.arange(4096) % 3 > 0)
+    mask = TileMask.from_dense(dense)
+    assert mask.counts.full == 0
+    assert mask.density == float(kinds.float().mean())
+    assert mask.nbytes < 0.02 * dense.nbytes
+
+
+def test_nothing_as_large_as_the_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 65,536 tokens, 4 billion pairs, the documents' tiles are known without their pairs."""
+    evaluated = 0
+
+    def counted(pairs: Tensor) -> Tensor:
+        nonlocal evaluated
+        evaluated += pairs.numel()
+        return packed(pairs)
+
+    monkeypatch.setattr(tile_masks, "packed", counted)
+    mask = TileMask.documents(torch.arange(65536) // 1000)
+    assert evaluated < 0.01 * 65536**2
+    assert 0.01 < mask.density < 0.04
+
+
+def test_it_is_pickled_moved_and_printed() -> None:
+    mask = random_mask(300, 270, heads=2)
+    again = pickle.loads(pickle.dumps(mask))
+    assert torch.equal(again.dense(), mask.dense())
+    assert mask.to("cpu") is mask
+    assert mask.to("meta").shape == mask.shape
+    assert {mask: 1}[mask] == 1
+    assert mask != again
+    head, *picture = repr(mask).splitlines()
+    assert "heads 2, 300 x 270" in head
+    assert f"{100 * mask.density:.1f} %" in head
+    assert [len(row) for row in picture] == [3, 3, 3]
+    assert set("".join(picture)) <= set("█▒·")
+    signs = {-2: "·", -1: "█"}
+    assert picture == ["".join(signs.get(kind, "▒") for kind in row) for row in mask.tiles[0, 0].tolist()]
+    svg = mask.plot(head=1)
+    assert svg.startswith("<svg")
+    assert svg.count('fill-opacity="1.0"') == int((mask.tiles[0, 1] == -1).sum())
+    assert svg.count('fill-opacity="0.4"') == int((mask.tiles[0, 1] >= 0).sum())
+    with pytest.raises(AttributeError):
+        mask.seqlen_q = 5  # type: ignore[misc]
+
+
+def test_a_second_call_with_another_mask_of_the_same_shape_uses_that_mask() -> None:
+    q, k, v = (torch.randn(1, 2, 200, 16) for _ in range(3))
+    for seed in range(3):
+        mask = random_mask(200, 200, seed=seed)
+        for _ in range(2):
+            torch.testing.assert_close(tw.attention(q, k, v, mask=mask), tw.attention(q, k, v, mask=mask.dense()))
+
+
+def test_compiled_exported_and_vmapped() -> None:
+    q, k, v = (torch.randn(2, 2, 300, 16, requires_grad=True) for _ in range(3))
+    masks = [random_mask(300, 300), random_mask(300, 300, batch=2, seed=1)]
+
+    def step(q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> Tensor:
+        out, lse = tw.attention(q * 2, k, v, mask=mask, return_lse=True)
+        return out.square().sum() + lse.clamp_min(-9.0).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for mask in masks:
+        for a, b in zip(*(torch.autograd.grad(f(q, k, v, mask), (q, k, v)) for f in (compiled, step)), strict=True):
+            assert torch.equal(a, b)
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return tw.attention(q, q, q, mask=masks[0])
+
+    program = torch.export.export(Module(), (q.detach(),))
+    assert torch.equal(program.module()(q), Module()(q))
+    many = torch.randn(3, 2, 2, 300, 16)
+    for mask in masks:
+        found = torch.vmap(lambda x, mask=mask: tw.attention(x, x, x, mask=mask))(many)
+        assert torch.equal(found, torch.stack([tw.attention(x, x, x, mask=mask) for x in many]))
+
+
+def test_gradients_agree_with_finite_differences() -> None:
+    q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.double, requires_grad=True) for n in (5, 7, 7))
+    seen = torch.rand(1, 2, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
+    seen[:, :, 1] = False
+    mask = TileMask.from_dense(seen)
+    assert torch.autograd.gradcheck(lambda *x: tw.attention(*x, mask=mask, causal=True), (q, k, v))
+
+
+def test_explain_counts_the_tiles() -> None:
+    q = torch.empty(2, 4, 1024, 64)
+    mask = TileMask.documents(torch.arange(1024) // 256)
+    plan = tw.explain(q, q, q, mask=mask, causal=True)
+    assert plan.backend == "cpu"
+    assert plan.mask is not None
+    # Four documents of 2 x 2 tiles each: causal leaves three of them, two on the diagonal.
+    assert tuple(plan.mask.tiles) == (8 * 4, 8 * 8, 8 * (64 - 12))
+    assert plan.flops_forward < 0.4 * tw.explain(q, q, q, causal=True).flops_forward
+    assert "96 of 512 visited" in " ".join(str(plan).split())
+    assert tw.explain(q, q, q).mask is None
+    there = tw.explain(q.bfloat16(), q.bfloat16(), q.bfloat16(), mask=mask, device="h200")
+    assert there.backend == "triton"
+    assert [name for name, reason in there.rejected if "tile mask" in reason] == ["hopper"]
+
+
+def test_a_backend_that_does_not_know_tile_masks_is_not_asked() -> None:
+    """It would ignore the mask. The call is refused with the remedy."""
+
+    class Unknowing:
+        name = "unknowing"
+
+        def unavailable(self) -> None: ...
+
+        def supports(self, problem: Any, device: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "skips_tiles":
+                raise AttributeError(name)
+            return getattr(dispatch.load("reference"), name)
+
+    q, mask = torch.randn(1, 1, 5, 8), random_mask(5, 5)
+    backend: Any = Unknowing()
+    tw.register_backend(backend)
+    try:
+        tw.attention(q, q, q, mask=mask.dense(), backend="unknowing")
+        with pytest.raises(tw.Unsupported, match=r"mask\.dense\(\)"):
+            tw.attention(q, q, q, mask=mask, backend="unknowing")
+    finally:
+        tw.unregister_backend("unknowing")
+
+
+CAUSAL: Any = "causal"
+CUBE: Any = (4, 4, 4)
+Q = torch.zeros(2, 4, 200, 8)
+MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tw.attention(Q, Q, Q, mask=MASK.cut((0, 199), (0, 200))), "of 200 queries x 200 keys, got one of 199"),
+        (lambda: tw.attention(Q[:, :, :1], Q, Q, mask=MASK), "of 1 queries x 200 keys"),
+        (lambda: tw.attention(Q, Q, Q, mask=tile_mask(MASK_OF_HEADS, 200, 200, heads=3)), "4 heads, or 1"),
+        (lambda: tw.attention(Q, Q, Q, mask=MASK.to("meta")), "on cpu as q is, got meta"),
+        (lambda: tw.attention(Q, Q, Q, mask=CAUSAL), "a torch.Tensor, a TileMask or None, got str"),
+        (lambda: tile_mask(CAUSAL, 5, 5), "a function of b, h, i, j"),
+        (lambda: tile_mask(lambda _b, _h, i, j: i - j, 5, 5), "got torch.int64 of 0 dimensions"),
+        (lambda: tile_mask(lambda _b, _h, _i, _j: True, 5, 5), "got True"),  # type: ignore[arg-type,return-value]
+        (lambda: tile_mask(lambda _b, _h, i, j: (i >= j)[None], 5, 5), "of 1 dimensions"),
+        (lambda: tile_mask(lambda _b, _h, i, j: i >= j, 5.0, 5), "seqlen_q: expected an integer"),  # type: ignore[arg-type]
+        (lambda: tile_mask(lambda _b, _h, i, j: i >= j, 2**30, 2**30), "at most 268,435,456 tiles"),
+        (lambda: TileMask.from_dense(torch.zeros(5, 5)), "a boolean tensor"),
+        (lambda: TileMask.from_dense(torch.zeros(5, dtype=torch.bool)), "of 2 to 4 dimensions"),
+        (lambda: TileMask.documents(torch.zeros(5)), "an integer tensor"),
+        (lambda: TileMask.from_cu_seqlens(torch.zeros(5), 5), "a 1-D integer tensor"),
+        (lambda: TileMask.from_intervals(IDS, IDS[:5], 400), "shape"),
+        (lambda: TileMask.from_intervals(IDS, IDS, 400, of="heads"), "'keys' or 'queries'"),
+        (lambda: TileMask.neighbourhood(CUBE, 3), "one number per axis"),
+        (lambda: TileMask.from_block_mask(MASK), "a BlockMask"),
+        (lambda: TileMask.stack([]), "masks of batch 1"),
+        (lambda: MASK & MASK.cut((0, 128), (0, 200)), "a mask of 200 x 200"),
+        (lambda: MASK & MASK.to("meta"), "a mask on cpu"),
+        (lambda: random_mask(9, 9, heads=2) & random_mask(9, 9, heads=3), "broadcasts"),
+        (lambda: MASK.cut((0, 201), (0, 200)), "end <= 200"),
+        (lambda: MASK.grow(torch.ones(1, 199, dtype=torch.bool)), "200 keys or more"),
+        (lambda: MASK.grow(torch.ones(1, 200)), "a boolean tensor"),
+    ],
+)
+def test_what_is_wrong_is_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(tw.InvalidProblem) as refusal:
+        call()
+    assert message in str(refusal.value)
+
+
+def MASK_OF_HEADS(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # noqa: N802
+    return (i >= j) & (h != 1)
+
+
+def test_packed_sequences_need_their_longest_lengths_on_a_gpu() -> None:
+    """As for a dense mask: reading them would make the CPU wait."""
+    q = torch.empty(200, 4, 8, device="meta")
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    with pytest.raises(tw.InvalidProblem, match="max_seqlen_q, max_seqlen_k"):
+        tw.attention_varlen(q, q, q, cu, cu, mask=MASK.to("meta"))
