@@ -94,10 +94,16 @@ class Structure:
         same = self.make is None and (self.keep is None or self.keep.shape[2] == 1)
         return 1 if same and not self.causal and self.window is None and self.sequences is None else self.shape[2]
 
-    @functools.cached_property
+    @property
     def mask(self) -> Tensor | TileMask | None:
-        """What hides keys beyond the flags, made once for all layers."""
-        return self.keep if self.make is None else TileMask.from_dense(self.make())
+        """What hides keys beyond the flags."""
+        return self.keep if self.make is None else self._tiles
+
+    @functools.cached_property
+    def _tiles(self) -> TileMask:
+        """The tile mask of `make`, made once for all layers."""
+        assert self.make is not None
+        return TileMask.from_dense(self.make())
 
     @functools.cached_property
     def packing(self) -> Packing:
