@@ -1,6 +1,6 @@
 """Tangents and second derivatives: time against the forward, the backward and torch's math kernel; memory.
 
-    PYTHONPATH=src python bench/derivatives.py [--json FILE] [--device cpu | cuda] [--seconds 3]
+    PYTHONPATH=src:bench python bench/derivatives.py [--json FILE] [--device cpu | cuda] [--seconds 3]
 
 On a CPU, times are CPU seconds of one thread, the least of several calls, so that other programs disturb them little.
 On a GPU they are medians of times between events, in bf16, all passes of a case in turn (tilewise.bench.timing), by the
