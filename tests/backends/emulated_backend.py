@@ -30,6 +30,12 @@ def emulated() -> Iterator[Callable[[str], Any]]:
     replaced = ("triton.", f"{PACKAGE}.", f"{SHARED}.")
     ours = [name for name in sys.modules if name == "triton" or name.startswith(replaced)]
     saved = {name: sys.modules.pop(name) for name in ours}
+    # `from package import module` would find the real module as an attribute of its package.
+    packages = [vars(sys.modules[package]) for package in (PACKAGE, SHARED) if package in sys.modules]
+    attributes = [dict(names) for names in packages]
+    for names in packages:
+        for name in [n for n, value in names.items() if isinstance(value, types.ModuleType)]:
+            del names[name]
     guards: Any = torch._C._dynamo.guards
     plain_type, plain_empty = torch.Tensor.type, guards._empty_strided_cpu
     for name, members in MODULES.items():
@@ -50,3 +56,6 @@ def emulated() -> Iterator[Callable[[str], Any]]:
         for name in [n for n in sys.modules if n == "triton" or n.startswith(replaced)]:
             del sys.modules[name]
         sys.modules.update(saved)
+        for names, before in zip(packages, attributes, strict=True):
+            names.clear()
+            names.update(before)
