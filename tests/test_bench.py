@@ -173,7 +173,6 @@ def result_of(case: Case, auto: str | None = None, **seconds: float) -> CaseResu
         (Bar("tilewise", 1.5, against=("sdpa", "fa4")), 2.0, True),
         (Bar("tilewise", 2.5, against=("sdpa", "fa4")), 2.0, False),
         (Bar("tilewise", 1.0, against=("fa4",)), None, None),
-        (Bar("tilewise", 1.0, against=("sdpa", "fa4"), stand_in=("sdpa", 4.0)), 0.5, False),
         (Bar("nobody", 1.0, against=("sdpa",)), None, None),
         (Bar("tilewise", 0.4, case="other", by="rate"), 0.5, True),
         (Bar("tilewise", 0.6, case="other", by="speed"), 0.5, False),

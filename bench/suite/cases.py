@@ -30,7 +30,6 @@ class Bar:
     With `case`: its own figure there, compared `by` "speed" (time) or "rate" (work per second), at least `limit`.
     With neither: its figure `by` "seconds" or "bytes", at most `limit`, or `by` "rate", at least `limit`.
 
-    `stand_in` (peer, factor) replaces a peer that is not installed: as if it were `factor` times as fast as that one.
     `machine` restricts the bar to devices whose name contains it: absolute rates make sense on one chip only.
     """
 
@@ -39,7 +38,6 @@ class Bar:
     against: tuple[str, ...] = ()
     case: str | None = None
     by: Literal["speed", "rate", "seconds", "bytes"] = "speed"
-    stand_in: tuple[str, float] | None = None
     machine: str = ""
 
 
@@ -66,6 +64,8 @@ class Case:
     shared_keys: int = 0
     # K and V have values that e4m3 holds, so that pages in it stand for the same numbers; of dense tensors Q, too.
     e4m3_values: bool = False
+    # What the scores look like: "normal", or a kind of inputs.SCORES.
+    scores: str = "normal"
     # A forward whose host time is taken with gradients to come, as in training.
     recorded: bool = False
     seqlens: tuple[int, ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from suite.cases import Bar, Case
+from suite.inputs import SCORES
 
 __all__ = ["gpu_cases"]
 
@@ -18,17 +19,6 @@ TOKENS, MODEL_DIM = 16384, 2048
 LENGTHS = (1024, 4096, 16384)
 H200 = "H200"
 
-# FA4 over cuDNN on an H200 at the three lengths, for the bars where FA4 is not installed: (direction, D, causal).
-FA4_OVER_CUDNN = {
-    ("forward", 64, False): (402 / 436, 506 / 458, 533 / 459),
-    ("forward", 64, True): (262 / 335, 441 / 414, 508 / 447),
-    ("forward", 128, False): (550 / 564, 637 / 605, 676 / 615),
-    ("forward", 128, True): (407 / 425, 568 / 525, 612 / 564),
-    ("backward", 64, False): (424 / 363, 506 / 431, 525 / 454),
-    ("backward", 64, True): (319 / 252, 462 / 379, 522 / 438),
-    ("backward", 128, False): (477 / 421, 573 / 519, 616 / 550),
-    ("backward", 128, True): (362 / 313, 520 / 444, 605 / 534),
-}
 # FlexAttention's best known TFLOP/s on an H200 at N = 4096 and 16384 with D=128: (direction, causal).
 FLEX_KNOWN = {
     ("forward", False): (478, 489),
@@ -54,6 +44,7 @@ def gpu_cases() -> tuple[Case, ...]:
         *_table(),
         *_other_head_dims(),
         *_half(),
+        *_real_scores(),
         *_window(),
         *_shared_heads(),
         *_varlen(),
@@ -116,10 +107,7 @@ def _table_bars(direction: str, head_dim: int, causal: bool, seqlen: int) -> Ite
         yield Bar(TRITON, 1.0, against=("flex",))
         published = FLEX_KNOWN[direction, causal][LENGTHS.index(seqlen) - 1]
         yield Bar(TRITON, published * 1e12, by="rate", machine=H200)
-    known = FA4_OVER_CUDNN.get((direction, head_dim, causal))
-    stand_in = None if known is None else (CUDNN, known[LENGTHS.index(seqlen)])
-    peers = (CUDNN,) if known is None else (CUDNN, "fa4")
-    yield Bar(HOPPER, 0.97 if direction == "backward" and seqlen == 16384 else 1.0, against=peers, stand_in=stand_in)
+    yield Bar(HOPPER, 1.0, against=(CUDNN, "fa4"))
     if direction == "forward" and causal and seqlen == 16384:
         # At most 0.54 of the full matrix's time.
         yield Bar(HOPPER, 1 / 0.54, case=f"forward-d{head_dim}-full-n{seqlen}", by="speed")
@@ -153,6 +141,16 @@ def _half() -> Iterator[Case]:
         yield _case(
             f"fp16-{direction}-d128-causal-n4096", direction, measure=direction, dtype="float16", causal=True,
             seqlen=4096, implementations=(HOPPER, CUDNN), bars=(Bar(HOPPER, 1.0, against=(CUDNN,)),),
+        )  # fmt: skip
+
+
+def _real_scores() -> Iterator[Case]:
+    """Scores that are not those of normal data: far apart, with a sink, or peaked at the diagonal."""
+    for kind, head_dim, causal in itertools.product(SCORES, (64, 128), (False, True)):
+        yield _case(
+            f"{kind}-d{head_dim}-{_mask(causal)}-n4096", "scores", head_dim=head_dim, causal=causal, seqlen=4096,
+            scores=kind, implementations=(HOPPER, FLASH, CUDNN, "fa4"),
+            bars=(Bar(HOPPER, 1.0, against=(CUDNN, "fa4")),),
         )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +12,51 @@ from torch import Tensor
 from suite.cases import Case
 from tilewise.cascade import Group, SharedPrefix
 
-__all__ = ["Inputs", "make_inputs"]
+__all__ = ["SCORES", "Inputs", "make_inputs"]
+
+
+def _spread(nats: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Scores with this standard deviation."""
+    return lambda q, k: (q * math.sqrt(nats), k * math.sqrt(nats))
+
+
+def _sink(nats: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The first key stands about so far above the others, for every row."""
+
+    def raised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        sink = torch.nn.functional.normalize(k[:, :, :1], dim=-1) * math.sqrt(nats * math.sqrt(k.shape[-1]))
+        return q + sink, torch.cat([sink, k[:, :, 1:]], dim=2)
+
+    return raised
+
+
+def _diagonal(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """A token attends mostly to itself."""
+    return q + 2.5 * k, k
+
+
+def _growing(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Later keys are longer."""
+    return q, k * torch.linspace(0.1, 6.0, k.shape[2], device=k.device)[:, None]
+
+
+def _outliers(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Two columns are far from zero."""
+    far = torch.arange(k.shape[-1], device=k.device) < 2
+    return torch.where(far, 3.0 * q, q), torch.where(far, k + 12.0, k)
+
+
+# Dense q and k whose scores are not those of normal data, from normal ones; as many heads of k as of q.
+SCORES = {
+    "spread16": _spread(16.0),
+    "spread64": _spread(64.0),
+    "sink20": _sink(20.0),
+    "sink40": _sink(40.0),
+    "sink100": _sink(100.0),
+    "diagonal": _diagonal,
+    "growing": _growing,
+    "outliers": _outliers,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +81,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """Standard normal values, different for every seed."""
+    """Standard normal values, different for every seed, or those of the case's kind of scores."""
     generator = torch.Generator(case.device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -48,6 +94,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         return Inputs(q, k, v, normal(total, heads, dim), cu_seqlens=_offsets(case))
     q, dout = (normal(case.batch, heads, case.seqlen_q, dim) for _ in range(2))
     k, v = (normal(case.batch, shared, case.seqlen_k, dim) for _ in range(2))
+    if case.scores != "normal":
+        q, k = (t.to(case.torch_dtype) for t in SCORES[case.scores](q.float(), k.float()))
     if case.e4m3_values:
         k, v = (t.to(torch.float8_e4m3fn).to(t.dtype) for t in (k, v))
         q = q.to(torch.float8_e4m3fn).to(q.dtype) if case.kind == "dense" else q

@@ -1,10 +1,14 @@
-"""Other people's attention: FlexAttention, compiled, and the flash-attn packages where they are installed."""
+"""Other people's attention: FlexAttention, compiled, and the flash-attn packages where they are installed.
+
+FA3 has no wheel of its own. FA3_LIBRARY names the file `_vllm_fa3_C.abi3.so` of a vllm wheel: its forward alone.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +28,7 @@ from suite.inputs import Inputs
 __all__ = ["implementations"]
 
 # Name, and the module with `flash_attn_func` and `flash_attn_varlen_func`.
+FA3_LIBRARY = "FA3_LIBRARY"
 FLASH_ATTN = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
 
 
@@ -36,6 +41,8 @@ def implementations(device: str) -> dict[str, Implementation]:
             Implementation(name, functools.partial(_flash_attn, name, module), _module_missing(module))
             for name, module in FLASH_ATTN.items()
         ]
+        if FA3_LIBRARY in os.environ:
+            found.append(Implementation("fa3", _fa3_library))
     return {implementation.name: implementation for implementation in found}
 
 
@@ -104,6 +111,40 @@ def _flash_attn(name: str, module: str, case: Case, inputs: Inputs) -> Prepared:
     q, k, v = (t.requires_grad_(case.needs_grad) for t in dense[:3])
     call = functools.partial(library.flash_attn_func, q, k, v, **flags)
     return Prepared(lambda: _first(call()), (q, k, v), dense[3], lambda t: t.transpose(1, 2))
+
+
+def _fa3_library(case: Case, inputs: Inputs) -> Prepared:
+    """Its operator takes packed queries, or one query for each of several dense or paged sequences."""
+    if case.measure == "backward":
+        raise NotApplicable("the library has no backward")
+    torch.ops.load_library(os.environ[FA3_LIBRARY])
+    forward = torch.ops._vllm_fa3_C.fwd  # noqa: SLF001, the name that the library registers
+    left, right = (-1 if side is None else side for side in case.window or (None, None))
+    longest = max(case.seqlens, default=case.seqlen_q)
+    keys = max(case.seqlens, default=case.seqlen_k)
+    restore: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
+    table = used = cu = None
+    if case.seqlen_q == 1:
+        used = torch.full((case.batch,), case.seqlen_k, device=case.device, dtype=torch.int32)
+        q, k, v = (t.transpose(1, 2).contiguous() for t in (inputs.q, inputs.k, inputs.v))
+        if case.kind == "paged":
+            k, v, table = inputs.k_pages, inputs.v_pages, inputs.block_table
+        restore = (lambda t: t[:, 0]) if case.kind == "paged" else (lambda t: t.transpose(1, 2))
+    elif case.kind == "varlen":
+        q, k, v, cu = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
+    else:
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
+        cu = torch.arange(case.batch + 1, device=case.device, dtype=torch.int32) * case.seqlen_q
+        restore = lambda t: t.unflatten(0, (case.batch, case.seqlen_q)).transpose(1, 2)  # noqa: E731
+    q, k, v = (t.detach() for t in (q, k, v))
+    flags = (case.head_dim**-0.5, case.causal, left, right, 0.0, True, None, 0, None, 0, None, 1, 0, None)
+    lists = (cu, cu, None, None, used, longest, keys, table, None, None, None, None, None, None, None, None)
+
+    def call() -> Tensor:
+        out: Tensor = forward(q, k, v, None, None, None, None, *lists, *flags)[0]
+        return out
+
+    return Prepared(call, (inputs.q, inputs.k, inputs.v), inputs.dout, restore)
 
 
 def _first(result: Any) -> Tensor:

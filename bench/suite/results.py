@@ -144,5 +144,5 @@ def _case(fields: dict[str, Any]) -> Case:
 
 
 def _bar(fields: dict[str, Any]) -> Bar:
-    stand_in = None if fields["stand_in"] is None else tuple(fields["stand_in"])
-    return Bar(**{**fields, "against": tuple(fields["against"]), "stand_in": stand_in})
+    fields.pop("stand_in", None)  # older files estimated peers that were not installed
+    return Bar(**{**fields, "against": tuple(fields["against"])})

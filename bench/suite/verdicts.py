@@ -61,11 +61,6 @@ def _judge(bar: Bar, result: CaseResult, others: Sequence[CaseResult]) -> Verdic
 def _against(bar: Bar, result: CaseResult, mine: float) -> tuple[float | None, str]:
     """Ratio to the best peer measured, and its name."""
     found = {name: m.value for name in bar.against if (m := result.valid(name)) is not None and m.value is not None}
-    if bar.stand_in is not None and "fa4" not in found:
-        other, factor = bar.stand_in
-        stand_in = result.valid(other)
-        if stand_in is not None and stand_in.value is not None:
-            found[f"fa4 (taken as {factor:.2f} x {other})"] = stand_in.value / factor
     if not found:
         return None, " or ".join(bar.against)
     best = min(found, key=lambda name: found[name])

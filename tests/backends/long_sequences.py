@@ -146,7 +146,7 @@ CASES = {
         {"FIXED_POINT": True, "FINISHES": False}, 4,
     ),
     "d192 steep, causal, sinks": Long(
-        _steep(3000, 3100, (4, 2), 192, causal=True, sinks=True), "steep", {"PASSES_OVER": True}
+        _steep(3000, 3100, (4, 2), 192, causal=True, sinks=True), "steep", {"IS_CAUSAL": True}
     ),
 }  # fmt: skip
 # In fp16 a P over 2^16 would be infinite.

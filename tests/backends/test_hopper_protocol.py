@@ -124,7 +124,7 @@ FORWARD = {
     "d64": Case(),
     "d64 whole tiles": Case(seqlens=(300, 256), batch=2),
     "d64 three warpgroups": Case(seqlens=(600, 600), heads=(1, 1), tile="D64"),
-    "d64 causal three warpgroups": Case(seqlens=(500, 300), heads=(1, 1), causal=True, tile="D64_CAUSAL"),
+    "d64 causal three warpgroups": Case(seqlens=(500, 300), heads=(1, 1), causal=True, tile="D64"),
     "d64 fewer rows": Case(seqlens=(333, 457), causal=True, batch=2),
     "d64 causal": Case(seqlens=(400, 400), heads=(3, 1), batch=2, causal=True),
     "d64 fewer keys": Case(seqlens=(500, 100), causal=True),

@@ -25,7 +25,6 @@ class ForwardTile:
     RESCALE_EARLY   O is rescaled between Q K^T and P V
     OUT_IN_Q        O is staged in Q's buffer
     CTAS_PER_SM     2 selects the kernel of forward_quad.py
-    PASSES_OVER     a warpgroup releases key tiles unread that only other rows of its CTA see
     TAKES_LATE      a CTA takes its next tile at the end of the key loop instead of at its start
     """
 
@@ -39,7 +38,6 @@ class ForwardTile:
     RESCALE_EARLY: bool = False
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
-    PASSES_OVER: bool = False
     TAKES_LATE: bool = False
 
 
@@ -49,17 +47,14 @@ D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 # Three consumers share a slot: the arrivals that merged barriers save outweigh the later start of Q K^T. Pinned
 # exponentials would spill.
 D64 = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
-# On average, a warpgroup sees nothing of a third of the masked tiles.
-D64_CAUSAL = replace(D64, PASSES_OVER=True)
 # With two consumers, separate barriers win: Q K^T can start before V arrives.
 D128 = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
 # Two column parts of 128 + 64 instead of padding to 256.
 D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, OUT_IN_Q=True, IS_LAZY=True)
-D192_CAUSAL = replace(D192, PASSES_OVER=True)
 # O takes 128 registers of a thread, so the key tile is halved.
 D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True)
 # Causal tiles differ much in work. A CTA that took its next tile early would hold it while other CTAs are idle.
-D256_CAUSAL = replace(D256, PASSES_OVER=True, TAKES_LATE=True)
+D256_CAUSAL = replace(D256, TAKES_LATE=True)
 
 # head_dim 64: up to so many keys, four warpgroups on an SM (D64_QUAD) beat three that overlap more within themselves.
 # Banded: a causal mask or a window.
@@ -354,9 +349,9 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
         crowded = problem.softcap is not None or has_left(problem)
         if crowded or rows <= most_rows or (not packed and problem.seqlen_k <= most_keys):
             return D64_QUAD
-        return D64_CAUSAL if plain_causal else D64
+        return D64
     if width == 128:
         return D128
     if width == 192:
-        return D192_CAUSAL if plain_causal else D192
+        return D192
     return D256_CAUSAL if plain_causal else D256

@@ -341,11 +341,10 @@ def consumer(
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
 
         # The rightmost tile, then the rest of the right edge, whole tiles, the left edge.
-        hidden = 0
-        if C.PASSES_OVER:  # tiles right of all that these rows see; other rows of the CTA need them
-            hidden = hidden_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
-            for _ in range(hidden):
-                at = pass_over(at, pipe, C)
+        # Tiles right of all that these rows see are needed by other rows of the CTA: they are released unread.
+        hidden = hidden_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
+        for _ in range(hidden):
+            at = pass_over(at, pipe, C)
         pipe.q_ring.wait(q_lane)
         acc, acc_rest, p, factor, row_ref, row_sum = attend_first(
             last - hidden, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip

@@ -360,8 +360,8 @@ def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, it
         num_tiles=num_blocks * num_items,
         items_per_wave=_wave_items(head_bytes, num_items) if banded else 1,
         row_tiles=0,
-        window_left=(left or 0) if config.HAS_LEFT else 0,
-        window_right=(right or 0) if config.HAS_RIGHT else 0,
+        window_left=(left or 0) if config.HAS_LEFT else NO_EDGE,
+        window_right=(right or 0) if config.HAS_RIGHT else NO_EDGE,
     )
 
 
