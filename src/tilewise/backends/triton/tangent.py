@@ -1,8 +1,12 @@
 """Tangents: out, lse, out' and lse' of a query tile in one pass over its keys (docs/derivatives.md).
 
 The loop is the forward's. Next to the scores it computes S' = scale (q'.k + q.k'), with softcap's slope and the tangent
-of a bias, and keeps two more sums: P S' of a row, and P (S' v + v'). A tangent that is None is zero, and its products
-are not computed. Programs, tiles and lists of packed sequences are those of the forward.
+of a bias, and keeps two more sums: P S' of a row, and P ((S' - mean) v + v'). `mean` is P S' / P over the keys so far,
+which ends as lse'. Without it the part of S' that all keys of a row share would be rounded in products of 16 bits, and
+cancel only afterwards. When `mean` moves, the sum is corrected by that much of P v.
+
+A tangent that is None is zero, and its products are not computed. Programs, tiles and lists of packed sequences are
+those of the forward.
 """
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
@@ -130,15 +134,22 @@ def score_tangents(
 
 
 @triton.jit
+def row_mean(sums, row_sum):
+    """Sums over P divided by the sum of P; 0 for rows without keys."""
+    return sums / tl.where(row_sum == 0.0, 1.0, row_sum)
+
+
+@triton.jit
 def tangent_loop(
     state, q_tile, dot_q_tile, k_source, v_source, dot_k_source, dot_v_source, place, terms, dot_bias, scalars, band,
     seqlen_q, seqlen_k, begin, gap_begin, gap_end, end, full_begin, full_end,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Advance the state (acc, acc', row_max, row_sum, sum of P S') of a query tile over the keys begin..gap_begin and
+    """Advance the state (sum of P v, sum of P ((S' - mean) v + v'), row_max, row_sum, sum of P S') of a query tile over the keys begin..gap_begin and
     gap_end..end. EDGE tiles are masked. BOXED: so are those that are not between full_begin and full_end.
     """
     acc, dot_acc, row_max, row_sum, dot_sum = state
+    mean = row_mean(dot_sum, row_sum)
     m_idx, head, batch_idx = place
     scale_log2 = scalars.scale * LOG2E
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
@@ -171,8 +182,18 @@ def tangent_loop(
                 p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
             else:
                 p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scale_log2, T)
+            score = products
+            if A.Q or A.K or A.BIAS:
+                _, score = score_tangents(
+                    products, p, capped, dot_bias, n_idx, seqlen_k, scalars, EDGE or BOXED, A, T
+                )  # fmt: skip
+                dot_sum = dot_sum * alpha + tl.sum(p * score, 1)
+            else:
+                dot_sum = dot_sum * alpha
+            new_mean = row_mean(dot_sum, row_sum)
+            dot_acc = (dot_acc + (mean - new_mean)[:, None] * acc) * alpha[:, None]
+            mean = new_mean
             acc = acc * alpha[:, None]
-            dot_acc = dot_acc * alpha[:, None]
             v_tile = load_source(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
             kept = p
             if T.HAS_DROPOUT:
@@ -180,14 +201,8 @@ def tangent_loop(
                 kept = tl.where(keep, p, 0.0)
             weights = kept.to(v_tile.dtype)
             acc = dot_add(weights, v_tile, acc, T)
-            if A.Q or A.K or A.BIAS:
-                _, score = score_tangents(
-                    products, p, capped, dot_bias, n_idx, seqlen_k, scalars, EDGE or BOXED, A, T
-                )  # fmt: skip
-                dot_sum = dot_sum * alpha + tl.sum(p * score, 1)
-                dot_acc = dot_add((kept * score).to(v_tile.dtype), v_tile, dot_acc, T)
-            else:
-                dot_sum = dot_sum * alpha
+            if A.Q or A.K or A.BIAS or A.SINKS:
+                dot_acc = dot_add((kept * (score - mean[:, None])).to(v_tile.dtype), v_tile, dot_acc, T)
             if A.V:
                 dot_v_tile = load_source(
                     dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T
@@ -280,11 +295,9 @@ def tangent_kernel(
 
     acc, dot_acc, row_max, row_sum, dot_sum = state
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
-    inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
-    dot_lse_rows = dot_sum * inverse
+    dot_result = row_mean(dot_acc, row_sum[:, None])
     if T.HAS_DROPOUT:
-        inverse = inverse * scalars.keep_scale
-    dot_result = dot_acc * inverse[:, None] - dot_lse_rows[:, None] * result
+        dot_result = dot_result * scalars.keep_scale
     if out_desc is not None:
         query_place = box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
         store_box(out_desc, query_place, m_first, result)
@@ -297,4 +310,4 @@ def tangent_kernel(
     lse_base = head_base(lse, batch_idx, head, q_start, T.PACKED_Q)
     dot_lse_base = head_base(dot_lse, batch_idx, head, q_start, T.PACKED_Q)
     tl.store(lse_base + m_idx * lse.stride_row, with_endless_sinks(lse_rows, T), mask=m_idx < seqlen_q)
-    tl.store(dot_lse_base + m_idx * dot_lse.stride_row, dot_lse_rows, mask=m_idx < seqlen_q)
+    tl.store(dot_lse_base + m_idx * dot_lse.stride_row, row_mean(dot_sum, row_sum), mask=m_idx < seqlen_q)
