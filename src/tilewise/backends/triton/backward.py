@@ -137,16 +137,16 @@ def group_step(step, begin, upper, kv_head, BLOCK_M: tl.constexpr, T: tl.constex
 
 
 @triton.jit
-def described_stats(one_desc, other_desc, stats, batch_idx, head, q_start, first, T: tl.constexpr):
-    """Two statistics of a tile of queries by TMA, which lie in the workspace like `stats`. By pointers each thread
-    would copy what it needs, 32 times as much.
+def described_stat(desc, stats, batch_idx, head, q_start, first, T: tl.constexpr):
+    """A statistic of a tile of queries by TMA; `stats` are its rows. By pointers each thread would copy what it needs,
+    32 times as much.
     """
     at = head * stats.stride_head + first
     if T.PACKED_Q:
         at += (q_start // STAT_TILE + batch_idx) * STAT_TILE
     else:
         at += batch_idx * stats.stride_batch
-    return one_desc.load([at.to(tl.int32)]), other_desc.load([at.to(tl.int32)])
+    return desc.load([at.to(tl.int32)])
 
 
 @triton.jit
@@ -206,9 +206,8 @@ def key_gradient_loop(
             q_tile = load_queries(q_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
             dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
             if lse_desc is not None:
-                lse_tile, delta_tile = described_stats(
-                    lse_desc, delta_desc, lse_unit, batch_idx, head, q_start, first, T
-                )
+                lse_tile = described_stat(lse_desc, lse_unit, batch_idx, head, q_start, first, T)
+                delta_tile = described_stat(delta_desc, delta, batch_idx, head, q_start, first, T)
             else:
                 lse_tile, delta_tile = load_stats(
                     lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T

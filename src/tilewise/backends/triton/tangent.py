@@ -145,8 +145,9 @@ def tangent_loop(
     seqlen_q, seqlen_k, begin, gap_begin, gap_end, end, full_begin, full_end,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Advance the state (sum of P v, sum of P ((S' - mean) v + v'), row_max, row_sum, sum of P S') of a query tile over the keys begin..gap_begin and
-    gap_end..end. EDGE tiles are masked. BOXED: so are those that are not between full_begin and full_end.
+    """Advance a query tile over the keys begin..gap_begin and gap_end..end. EDGE tiles are masked. BOXED: so are those
+    that are not between full_begin and full_end. The state: sums of P v and P ((S' - mean) v + v'), row_max, row_sum,
+    sum of P S'.
     """
     acc, dot_acc, row_max, row_sum, dot_sum = state
     mean = row_mean(dot_sum, row_sum)

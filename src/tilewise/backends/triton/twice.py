@@ -22,7 +22,7 @@ import triton.language as tl
 from tilewise.backends.gpu.work_list import listed_item
 from tilewise.backends.triton.backward import (
     bias_tile,
-    described_stats,
+    described_stat,
     group_step,
     group_steps,
     load_stat,
@@ -59,20 +59,26 @@ from tilewise.backends.triton.tangent import (
 
 
 @triton.jit
-def load_all_stats(
-    statistics, first, batch_idx, head, q_start, seqlen_q, EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr
-):
-    """(lse, delta, mean, rate) of a tile of queries. The first four statistics are rows, the others descriptors."""
-    lse_unit, delta, mean, rate, lse_desc, delta_desc, mean_desc, rate_desc = statistics
-    if lse_desc is not None:
-        lse_tile, delta_tile = described_stats(lse_desc, delta_desc, lse_unit, batch_idx, head, q_start, first, T)
-        mean_tile, rate_tile = described_stats(mean_desc, rate_desc, lse_unit, batch_idx, head, q_start, first, T)
-    else:
-        lse_tile = load_stat(lse_unit, float("inf"), first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
-        delta_tile = load_stat(delta, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
-        mean_tile = load_stat(mean, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
-        rate_tile = load_stat(rate, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
-    return lse_tile, delta_tile, mean_tile, rate_tile
+def stat_tile(
+    stats, desc, beyond, first, batch_idx, head, q_start, seqlen_q,
+    EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """A statistic of a tile of queries, by TMA if there is a descriptor."""
+    if desc is not None:
+        return described_stat(desc, stats, batch_idx, head, q_start, first, T)
+    return load_stat(stats, beyond, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+
+
+@triton.jit
+def row_stats(statistics, first, batch_idx, head, q_start, seqlen_q, BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """(lse, delta, mean, rate) of a tile of queries."""
+    lse_unit, delta, mean, rate = statistics
+    return (
+        load_stat(lse_unit, float("inf"), first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T),
+        load_stat(delta, 0.0, first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T),
+        load_stat(mean, 0.0, first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T),
+        load_stat(rate, 0.0, first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T),
+    )
 
 
 @triton.jit
@@ -84,13 +90,10 @@ def dropped(x, keep, scalars, T: tl.constexpr):
 
 
 @triton.jit
-def second_gradients(
-    p, centred, raw, capped, x, y, delta_rows, rate_rows, keep, scalars, A: tl.constexpr, T: tl.constexpr
-):
-    """(H, W, U): the gradients of the biased score, of scale * q.k, and of the tangent of scale * q.k. `centred` is
-    S' - mean, `raw` the tangent of scale * q.k.
+def second_gradients(p, ds, centred, raw, capped, y, rate_rows, keep, scalars, A: tl.constexpr, T: tl.constexpr):
+    """(H, W, U): the gradients of the biased score, of scale * q.k, and of the tangent of scale * q.k. `ds` is dS,
+    `centred` S' - mean, `raw` the tangent of scale * q.k.
     """
-    ds = p * (dropped(x, keep, scalars, T) - delta_rows)
     pull = -rate_rows
     if A.V:
         pull = dropped(y, keep, scalars, T) - rate_rows
@@ -115,6 +118,7 @@ def key_loop(
     """Add the contributions of the queries begin..gap_begin and gap_end..end of a group's heads to dK and dV, on
     transposed scores. EDGE tiles are masked. BOXED: so are those that are not between full_begin and full_end.
     """
+    lse_unit, delta, mean, rate, lse_desc, delta_desc, mean_desc, rate_desc = statistics
     n_first, kv_head, batch_idx, q_start = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
     lower, upper = group_steps(begin, gap_begin + tl.maximum(end - gap_end, 0), BLOCK_M, T)
@@ -137,8 +141,9 @@ def key_loop(
             dout_tile = load_query_tile(
                 dout, dout_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
             )
-            lse_tile, delta_tile, mean_tile, rate_tile = load_all_stats(
-                statistics, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
+            # Every statistic takes a register for each column of a thread, so each is loaded where it is used.
+            lse_tile = stat_tile(
+                lse_unit, lse_desc, float("inf"), first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
             )
             terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
             dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_row[None, :], seqlen_q)
@@ -157,15 +162,17 @@ def key_loop(
             keep = True
             if T.HAS_DROPOUT:
                 keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T))
+            mean_tile = stat_tile(mean, mean_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
             centred = score - mean_tile[None, :]
             dv = dot_add(dropped(p * centred, keep, scalars, T).to(dout_tile.dtype), dout_tile, dv, T)
             x = dot(v_tile, tl.trans(dout_tile), T)
+            delta_tile = stat_tile(delta, delta_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+            ds = p * (dropped(x, keep, scalars, T) - delta_tile[None, :])
             y = x
             if A.V:
                 y = dot(dot_v_tile, tl.trans(dout_tile), T)
-            _, w, u = second_gradients(
-                p, centred, raw, capped, x, y, delta_tile[None, :], rate_tile[None, :], keep, scalars, A, T
-            )
+            rate_tile = stat_tile(rate, rate_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+            _, w, u = second_gradients(p, ds, centred, raw, capped, y, rate_tile[None, :], keep, scalars, A, T)
             dk = dot_add(w.to(q_tile.dtype), q_tile, dk, T)
             if A.Q:
                 dk = dot_add(u.to(q_tile.dtype), dot_q_tile, dk, T)
@@ -257,10 +264,6 @@ def query_tile_gradients(
     dots = dot(q_tile, tl.trans(k_tile), T)
     products = product_tangents(q_tile, k_tile, dot_q_tile, dot_k_tile, A.Q, A.K, T)
     x = dot(dout_tile, tl.trans(v_tile), T)
-    y = x
-    if A.V:
-        dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-        y = dot(dout_tile, tl.trans(dot_v_tile), T)
     CHECK: tl.constexpr = EDGE or (BOXED and (T.HAS_BIAS or T.HAS_MASK))
     p, capped = probabilities(
         dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, CHECK, T
@@ -273,8 +276,13 @@ def query_tile_gradients(
     keep = True
     if T.HAS_DROPOUT:
         keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+    ds = p * (dropped(x, keep, scalars, T) - delta_tile[:, None])
+    y = x
+    if A.V:
+        dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        y = dot(dout_tile, tl.trans(dot_v_tile), T)
     h, w, u = second_gradients(
-        p, score - mean_tile[:, None], raw, capped, x, y, delta_tile[:, None], rate_tile[:, None], keep, scalars, A, T
+        p, ds, score - mean_tile[:, None], raw, capped, y, rate_tile[:, None], keep, scalars, A, T
     )
     return h, w, u, k_tile, dot_k_tile
 
@@ -369,8 +377,8 @@ def second_query_kernel(
     tiles = query_tiles(
         q, dot_q, dout, q_desc, dot_q_desc, dout_desc, batch_idx, head, q_start, m_first, seqlen_q, BLOCK_M, A, T
     )
-    statistics = (lse_unit, delta, mean, rate, None, None, None, None)
-    stats = load_all_stats(statistics, m_first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T)
+    statistics = (lse_unit, delta, mean, rate)
+    stats = row_stats(statistics, m_first, batch_idx, head, q_start, seqlen_q, BLOCK_M, T)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_idx[:, None], seqlen_q)
     place = (m_idx, head, batch_idx)
@@ -404,7 +412,7 @@ def second_bias_kernel(
     """One share of one dbias tile: the sum of H, see backward.bias_gradient_kernel."""
     own, reps = bias_tile(shape, num_shares, sizes, BLOCK_M, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    statistics = (lse_unit, delta, mean, rate, None, None, None, None)
+    statistics = (lse_unit, delta, mean, rate)
     for rep in range(reps[3], reps[4]):
         m_block, n_block, head, batch_idx = repetition(rep, own, reps)
         m_first = m_block * BLOCK_M
@@ -420,7 +428,7 @@ def second_bias_kernel(
             tiles = query_tiles(
                 q, dot_q, dout, None, None, None, batch_idx, head, q_start, m_first, seqlen_q, BLOCK_M, A, T
             )
-            stats = load_all_stats(statistics, m_first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T)
+            stats = row_stats(statistics, m_first, batch_idx, head, q_start, seqlen_q, BLOCK_M, T)
             terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
             dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_idx[:, None], seqlen_q)
             pages = key_pages(sources[0], n_first, seqlen_k, BLOCK_N, T)
