@@ -1,13 +1,18 @@
-"""Tangents and second derivatives on the CPU: time against the forward, the backward and torch's math kernel; memory.
+"""Tangents and second derivatives: time against the forward, the backward and torch's math kernel; memory.
 
-    PYTHONPATH=src:bench python bench/derivatives.py [--json FILE]
+    PYTHONPATH=src:bench python bench/derivatives.py [--json FILE] [--device cpu | cuda] [--seconds 3]
 
-Times are CPU seconds of one thread, the least of several calls, so that other programs disturb them little.
+On a CPU, times are CPU seconds of one thread, the least of several calls, so that other programs disturb them little.
+On a GPU they are medians of times between events, in bf16, all passes of a case in turn (tilewise.bench.timing), by the
+Triton backend; every result is first compared with the math kernel's in fp32 on a shorter sequence. The math kernel
+runs up to the length at which it does not fit the GPU's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -20,12 +25,17 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
-from suite.measuring import commit
+from suite.measuring import allocated, commit
 from tilewise.bench.machine import machine, versions
 from tilewise.bench.memory import memory_method, peak_extra_memory
+from tilewise.bench.timing import CudaClock, Entrant, race, summarise
 
 Attend = Callable[..., Tensor]
 HEADS, REPEATS = 2, 5
+# On a GPU: 16 Ki tokens in sequences of each length.
+GPU_HEADS, TOKENS, GPU_LENGTHS = 8, 16384, (1024, 2048, 4096, 8192, 16384)
+# The largest error allowed relative to the largest element, in bf16 with sums over CHECKED keys.
+CHECKED, TOLERANCE = 512, 0.03
 LIMITS = {"jvp / forward": 2.6, "double backward / backward": 3.5}
 AT_LEAST = {"math jvp / jvp": 5.0, "math double backward / double backward": 5.0}
 
@@ -47,11 +57,18 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def passes(attend: Attend, seqlen: int, head_dim: int, *, causal: bool) -> dict[str, Callable[[], object]]:
+def draw(shape: tuple[int, ...], device: str) -> list[Tensor]:
+    """q, k, v, their tangents, and dout; bf16 on a GPU."""
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(7)]
+
+
+def passes(
+    attend: Attend, seqlen: int, head_dim: int, *, causal: bool, drawn: list[Tensor] | None = None
+) -> dict[str, Callable[[], Any]]:
     """The calls that are measured: forward, jvp, backward, double backward."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, HEADS, seqlen, head_dim)
-    q, k, v, *tangents, dout = (torch.randn(shape, generator=generator) for _ in range(7))
+    q, k, v, *tangents, dout = drawn or draw((1, HEADS, seqlen, head_dim), "cpu")
     leaves = [t.clone().requires_grad_() for t in (q, k, v, dout)]
 
     def call(*qkv: Tensor) -> Tensor:
@@ -115,17 +132,103 @@ def memory(seqlen: int, head_dim: int) -> dict[str, Any]:
     return found
 
 
+def gpu_draw(seqlen: int, head_dim: int) -> list[Tensor]:
+    """The tensors of a case on the GPU."""
+    return draw((TOKENS // seqlen, GPU_HEADS, seqlen, head_dim), "cuda")
+
+
+on_triton = functools.partial(tw.attention, backend="triton")
+
+
+def flat(found: Any) -> list[Tensor]:
+    """All tensors of a result."""
+    return [found] if isinstance(found, Tensor) else [t for part in found for t in flat(part)]
+
+
+def checked(head_dim: int, *, causal: bool) -> float:
+    """The largest error of our passes against the math kernel in fp32, relative to each result's largest element."""
+    drawn = [t[:1].contiguous() for t in gpu_draw(CHECKED, head_dim)]
+    ours = passes(on_triton, CHECKED, head_dim, causal=causal, drawn=drawn)
+    theirs = passes(math_attention, CHECKED, head_dim, causal=causal, drawn=[t.float() for t in drawn])
+    worst = 0.0
+    for name, run in ours.items():
+        for got, want in zip(flat(run()), flat(theirs[name]()), strict=True):
+            error = float((got.float() - want).abs().max() / want.abs().max())
+            if not error <= TOLERANCE:
+                raise AssertionError(f"{name}, head_dim {head_dim}, causal {causal}: error {error}")
+            worst = max(worst, error)
+    return worst
+
+
+def gpu_timed(seqlen: int, head_dim: int, seconds: float, *, causal: bool) -> dict[str, Any]:
+    """Medians of one case on the GPU in milliseconds, and the ratios that have a bar."""
+    drawn = gpu_draw(seqlen, head_dim)
+    calls = dict(passes(on_triton, seqlen, head_dim, causal=causal, drawn=drawn))
+    theirs = passes(math_attention, seqlen, head_dim, causal=causal, drawn=drawn)
+    calls |= {f"math {name}": theirs[name] for name in ("jvp", "double backward")}
+    # The math kernel comes last and alone: what its graph holds would leave no room for the others' calls.
+    medians: dict[str, float] = {}
+    for group in (list(calls)[:4], *([name] for name in list(calls)[4:])):
+        entrants = [Entrant(name, functools.partial(repeated, calls[name])) for name in group]
+        race(entrants, CudaClock(), seconds)
+        medians |= {e.name: summarise(e).median for e in entrants if e.failure is None}
+        for entrant in entrants:
+            if entrant.failure is not None:
+                print(f"{seqlen} {head_dim} {entrant.name}: {entrant.failure}", flush=True)
+        torch.cuda.empty_cache()
+    found: dict[str, Any] = {
+        "seqlen": seqlen, "head_dim": head_dim, "heads": GPU_HEADS, "batch": TOKENS // seqlen, "causal": causal,
+        "dtype": "bfloat16", "milliseconds": {name: round(1e3 * value, 4) for name, value in medians.items()},
+    }  # fmt: skip
+    for one, other in (*(name.split(" / ") for name in LIMITS), *(name.split(" / ") for name in AT_LEAST)):
+        if one in medians and other in medians:
+            found[f"{one} / {other}"] = round(medians[one] / medians[other], 2)
+    found["bars missed"] = [name for name, bar in LIMITS.items() if found.get(name, 0.0) > bar]
+    found["bars missed"] += [name for name, bar in AT_LEAST.items() if seqlen == 4096 and found.get(name, bar) < bar]
+    return found
+
+
+def repeated(call: Callable[[], object], count: int) -> Callable[[], None]:
+    """A batch of calls."""
+
+    def batch() -> None:
+        for _ in range(count):
+            call()
+
+    return batch
+
+
+def gpu_memory(seqlen: int, head_dim: int) -> dict[str, Any]:
+    """Peak extra MiB on the GPU of one sequence: a jvp, and a gradient with its double backward, results included."""
+    found: dict[str, Any] = {"seqlen": seqlen, "head_dim": head_dim, "heads": GPU_HEADS, "batch": 1}
+    for name, attend in (("tilewise", on_triton), ("math", math_attention)):
+        for which in ("jvp", "double backward"):
+            torch.cuda.empty_cache()
+            try:
+                drawn = [t[:1].contiguous() for t in gpu_draw(seqlen, head_dim)]
+                run = passes(attend, seqlen, head_dim, causal=False, drawn=drawn)[which]
+                found[f"{name} {which} MiB"] = round(allocated(run) / 2**20, 1)
+            except torch.OutOfMemoryError:
+                found[f"{name} {which} MiB"] = "out of memory"
+    return found
+
+
 def main() -> None:
     """Measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time for each case on a GPU")
     options = parser.parse_args()
+    on_gpu = options.device == "cuda"
     torch.set_num_threads(1)
     cases = [(4096, 64, False, True), (4096, 64, True, True)]
     cases += [(2048, d, causal, False) for d in (64, 128) for causal in (False, True)]
     results: dict[str, Any] = {
-        "what": "tangents and second derivatives, one thread; CPU seconds, the least of several calls",
-        "memory": memory_method(), "machine": machine(), "versions": versions(), "commit": commit(),
+        "what": "tangents and second derivatives, "
+        + ("medians on the GPU" if on_gpu else "one thread; CPU seconds, the least of several calls"),
+        "memory": "torch's allocator" if on_gpu else memory_method(),
+        "machine": machine(), "versions": versions(), "commit": commit(),
         "times": [], "peaks": [],
     }  # fmt: skip
 
@@ -135,6 +238,14 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
 
+    if on_gpu:
+        results["errors"] = {f"{d} {c}": checked(d, causal=c) for d in (64, 128) for c in (False, True)}
+        print(json.dumps(results["errors"]), flush=True)
+        for seqlen in GPU_LENGTHS:
+            keep("peaks", gpu_memory(seqlen, 64))
+        for head_dim, causal, seqlen in itertools.product((64, 128), (False, True), GPU_LENGTHS):
+            keep("times", gpu_timed(seqlen, head_dim, options.seconds, causal=causal))
+        return
     for seqlen in (1024, 2048, 4096, 8192):
         keep("peaks", memory(seqlen, 64))
     for seqlen, head_dim, causal, with_math in cases:

@@ -174,6 +174,27 @@ def test_packed_kernels() -> None:
         assert not kernel.serialised, kernel.name
 
 
+@pytest.mark.parametrize(
+    ("device", "head_dim"),
+    [
+        ("h200", 128),
+        ("a100", 64),
+        *(pytest.param(*p, marks=pytest.mark.exhaustive) for p in (("h200", 64), ("a100", 128))),
+    ],
+)
+def test_kernels_of_tangents_and_second_derivatives(device: str, head_dim: int) -> None:
+    kernels = {"tangent_kernel", "second_key_kernel", "second_query_kernel"}
+    for call in calls_of_case(device, "higher", head_dim):
+        built = build(call, device)
+        assert_fits(built, device)
+        assert built.spilled <= SPILL_LIMIT, built.name
+        assert not built.serialised, f"{built.name}: ptxas waits after every wgmma"
+        if devices.named(device).has_wgmma and built.name in kernels:
+            assert "wgmma.mma_async" in built.ptx
+            kernels.remove(built.name)
+    assert not kernels or not devices.named(device).has_wgmma
+
+
 def test_decode_kernels() -> None:
     calls = calls_of("h200", 128, BF16, seqlen_q=1, causal=True)
     forward = [call for call in calls if call.kernel.__name__ in ("decode_kernel", "combine_kernel")]

@@ -24,8 +24,8 @@ __all__ = ["BACKEND", "TritonBackend"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
-# Of tangents and second derivatives, which read twice as many tiles.
-MAX_HIGHER_DIM = 256
+# Of tangents and second derivatives, which hold twice as many tiles.
+MAX_HIGHER_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 # Shared memory of the smallest dK/dV tile (16 x 16) in fp32 at a padded head_dim of 512, as compiled.
 WIDE_SINGLE_SMEM = 132096
 
@@ -53,10 +53,10 @@ class TritonBackend(GpuBackend):
             return f"dtype {problem.dtype} is not one of float16, bfloat16, float32"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {MAX_HEAD_DIM}"
-        if problem.higher and max(problem.head_dim, problem.head_dim_v) > MAX_HIGHER_DIM:
+        if problem.higher and (widest := max(problem.head_dim, problem.head_dim_v)) > MAX_HIGHER_DIM[problem.dtype]:
             return (
-                f"tangents (jvp) and second derivatives take head_dim up to {MAX_HIGHER_DIM}, not "
-                f"{max(problem.head_dim, problem.head_dim_v)}: tiles of operands and tangents fill shared memory"
+                f"tangents (jvp) and second derivatives in {problem.dtype} take head_dim up to "
+                f"{MAX_HIGHER_DIM[problem.dtype]}, not {widest}: their tiles do not fit registers and shared memory"
             )
         if (reason := too_long(problem)) is not None:
             return reason

@@ -104,19 +104,20 @@ _HOPPER: dict[Pass, Table] = {
     },
     # The passes beyond the backward were not measured yet: these tiles neither spill nor wait after every wgmma.
     "tangent": {
-        64: Config(128, 64, 8, 3, boxes=True),
+        64: Config(64, 64, 4, 2, boxes=True),
         128: Config(128, 64, 8, 2, boxes=True),
-        256: Config(64, 32, 8, 1, boxes=True),
+        256: Config(32, 32, 8, 1, boxes=True),
     },
     "twice_dkdv": {
         64: Config(64, 64, 4, 2, boxes=True),
-        128: Config(64, 64, 8, 2, boxes=True),
+        # Two programs fit an SM.
+        128: Config(32, 64, 4, 2, boxes=True),
         256: Config(32, 32, 8, 1, boxes=True),
     },
     "twice_dq": {
         64: Config(64, 64, 4, 2, boxes=True),
         128: Config(128, 64, 8, 2, boxes=True),
-        256: Config(32, 32, 8, 1, boxes=True),
+        256: Config(32, 16, 8, 1, boxes=True),
     },
 }
 
@@ -181,7 +182,7 @@ _LARGE_SMEM: dict[Pass, Table] = {
     },
     "twice_dq": {
         64: Config(64, 32, 4, 2),
-        128: Config(64, 32, 8, 1),
+        128: Config(32, 32, 8, 1),
         256: Config(32, 16, 8, 1),
     },
 }
@@ -245,7 +246,7 @@ _RICH: dict[Pass, Table] = {
     },
     "tangent": {
         64: Config(64, 32, 4, 1),
-        128: Config(64, 32, 8, 1),
+        128: Config(32, 32, 8, 1),
         256: Config(16, 32, 8, 1),
     },
     "twice_dkdv": {
@@ -280,21 +281,9 @@ _SINGLE: dict[Pass, Table] = {
         256: Config(16, 16, 8, 1),
         512: Config(16, 16, 8, 1),
     },
-    "tangent": {
-        64: Config(32, 32, 8, 1),
-        128: Config(16, 32, 8, 1),
-        256: Config(16, 16, 8, 1),
-    },
-    "twice_dkdv": {
-        64: Config(16, 32, 8, 1),
-        128: Config(16, 16, 8, 1),
-        256: Config(16, 16, 8, 1),
-    },
-    "twice_dq": {
-        64: Config(32, 16, 8, 1),
-        128: Config(16, 16, 8, 1),
-        256: Config(16, 16, 8, 1),
-    },
+    "tangent": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)},
+    "twice_dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 16, 8, 1)},
+    "twice_dq": {64: Config(32, 16, 8, 1), 128: Config(16, 16, 8, 1)},
 }
 
 # e4m3 is widened to fp16 in registers, which takes another copy of a tile.
@@ -340,7 +329,7 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
     },
     "twice_dbias": {
         2: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
-        4: {64: Config(16, 16, 4, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
+        4: {64: Config(16, 16, 4, 1), 128: Config(16, 16, 8, 1)},
     },
 }
 

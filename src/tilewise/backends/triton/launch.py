@@ -191,10 +191,6 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec) -> list[KernelCall]:
     views = operand_views(problem, packed_queries=problem.seqlen_q > 1)
     views |= {name: allocation.view for name, allocation in result_allocations(problem).items()}
     calls = forward_calls(problem, device, views)
-    if problem.higher:
-        from tilewise.backends.triton import launch_higher
-
-        return calls + launch_higher.calls_of(problem, device)
     if problem.needs_grad:
         views["dout"] = views["out"]
         wanted = Wanted(dbias=problem.bias_shape is not None, dsinks=problem.has_sinks)
