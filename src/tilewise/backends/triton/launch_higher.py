@@ -166,19 +166,19 @@ def twice_calls(
     shared = launch.shared_arguments(plan, views, TWICE) | tangent_arguments(plan, views)
     calls = [launch.stats_call(plan, views, given, TWICE)]
     if "dk" in given:
-        calls.append(_key_call(plan, shared, given["dk"], given["dv"]))
+        calls.append(key_call(plan, shared, given["dk"], given["dv"]))
     if "dk_pages" in given:
         calls.append(launch.gather_pages_call(plan, views, "dk", given["dk_pages"], problem.head_dim))
         calls.append(launch.gather_pages_call(plan, views, "dv", given["dv_pages"], problem.head_dim_v))
     if "dq" in given:
-        calls.append(_query_call(plan, shared, given["dq"]))
+        calls.append(query_call(plan, shared, given["dq"]))
     if "dbias" in given:
         kernel = twice.second_bias_kernel
         calls.append(launch.bias_gradient_call(plan, shared, given["dbias"], "twice_dbias", kernel))
     return calls
 
 
-def _key_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) -> KernelCall:
+def key_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) -> KernelCall:
     """The kernel that writes dK and dV."""
     problem, config, direction = plan.problem, plan.config(TWICE.dkdv), TWICE.dkdv
     arguments = shared | launch.key_gradient_rows(problem, dk, dv) | {"work": work_address(plan, direction, TWICE)}
@@ -193,7 +193,7 @@ def _key_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) -> KernelC
     return launch.tiled(twice.second_key_kernel, tiles * problem.num_kv_heads, arguments, config)
 
 
-def _query_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelCall:
+def query_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelCall:
     """The kernel that writes dQ."""
     config, direction = plan.config(TWICE.dq), TWICE.dq
     arguments = shared | {"dq": query_rows(plan, "dq", dq), "work": work_address(plan, direction, TWICE)}
