@@ -278,17 +278,16 @@ def test_derivatives_in_boxes(flags: dict[str, Any], packed: bool, monkeypatch: 
     boxed: list[bool] = []
 
     def noted(*arguments: Any) -> dict[str, Any]:
-        made = plain(*arguments)
+        made: dict[str, Any] = plain(*arguments)
         boxed.append(made["q_desc"] is not None)
         return made
 
     monkeypatch.setattr(higher, "box_descriptors", noted)
     lengths, pad = (37, 0, 21), 3 * packed
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    shapes: list[tuple[int, ...]] = [(2, 4, 37, 16), (2, 2, 29, 16), (2, 2, 29, 16)]
     if packed:
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         shapes = [(sum(lengths) + pad, heads, 16) for heads in (4, 2, 2)]
-    else:
-        shapes = [(2, 4, 37, 16), (2, 2, 29, 16), (2, 2, 29, 16)]
     drawn = [torch.randn(shape) for shape in (*shapes, *shapes, shapes[0])]
     found = []
     for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
@@ -298,14 +297,14 @@ def test_derivatives_in_boxes(flags: dict[str, Any], packed: bool, monkeypatch: 
                 tensor[sum(lengths) :] = torch.nan
         leaves = [t.requires_grad_() for t in (*operands, dout)]
 
-        def attend(q: Any, k: Any, v: Any, backend: str = backend) -> Any:
-            if packed:
-                return tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)
-            return tilewise.attention(q, k, v, backend=backend, **flags)
-
         tile = configs.Config(16, 16, 4, 1, boxes=True)
         with configs.overridden({"tangent": tile, "twice_dkdv": tile, "twice_dq": tile}):
-            first = torch.autograd.grad(attend(*leaves[:3]), leaves[:3], leaves[3], create_graph=True)
+            q, k, v = leaves[:3]
+            if packed:
+                out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)
+            else:
+                out = tilewise.attention(q, k, v, backend=backend, **flags)
+            first = torch.autograd.grad(out, leaves[:3], leaves[3], create_graph=True)
             second = torch.autograd.grad(first, leaves, (dot_q, dot_k, dot_v))
         found.append([t[: sum(lengths)] if packed else t for t in second])
         if packed:

@@ -49,7 +49,8 @@ def derivatives(kind: str, drawn: list[Tensor], backend: str, **flags: Any) -> d
         return tw.attention(q, k, v, return_lse=True, backend=backend, **flags)
 
     primals, tangents, dout = tuple(drawn[:3]), tuple(drawn[3:6]), drawn[6]
-    (out, lse), (dot_out, dot_lse) = torch.func.jvp(attend, primals, tangents)
+    pushed: Any = torch.func.jvp(attend, primals, tangents)
+    (out, lse), (dot_out, dot_lse) = pushed
     leaves = [t.detach().clone().requires_grad_() for t in (*primals, dout)]
     first = torch.autograd.grad(attend(*leaves[:3])[0], leaves[:3], leaves[3], create_graph=True)
     dq, dk, dv, ddout = torch.autograd.grad(first, leaves, tangents)
