@@ -6,6 +6,7 @@ As in launch.py, a pass is prepared once per problem and strides; here also per 
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -225,10 +226,14 @@ def tangent_arguments(plan: Plan, views: Views) -> dict[str, Any]:
     return found | {"A": Along(*(name in views for name in DOTS))}
 
 
-def calls_of(problem: AttentionProblem, device: DeviceSpec) -> list[KernelCall]:
-    """The kernel calls of a problem with contiguous operands that all have tangents, for compiling ahead of time."""
+def calls_of(
+    problem: AttentionProblem, device: DeviceSpec, along: Collection[str] = Tangents._fields
+) -> list[KernelCall]:
+    """The kernel calls of a problem with contiguous operands, of which those in `along` have tangents, for compiling
+    ahead of time.
+    """
     views = operand_views(problem, packed_queries=problem.seqlen_q > 1)
-    views |= {f"dot_{name}": views[name] for name in Tangents._fields if name in views}
+    views |= {f"dot_{name}": views[name] for name in along if name in views}
     views |= {name: allocation.view for name, allocation in tangent_allocations(problem).items()}
     calls = tangent_calls(problem, device, views)
     wanted = Wanted(dbias=problem.bias_shape is not None, dsinks=problem.has_sinks)

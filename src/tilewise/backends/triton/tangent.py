@@ -54,19 +54,29 @@ CLEARED = tl.constexpr(1024)
 
 
 @triton.jit
-def key_source(rows, desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T: tl.constexpr):
-    """Where keys (or values, or their tangents) of a sequence are: see primitives.load_keys. With a box its
-    coordinates; None where the tensor is.
+def key_origin(rows, desc, kv_head, batch_idx, k_start, seqlen_k, T: tl.constexpr):
+    """Where keys (or values, or their tangents) of a sequence begin: coordinates with a box, else a pointer; 0 without
+    rows.
+
+    A source of keys is (rows, origin, table, box). Kernels build it themselves: Triton 3.6 returns no tuple with None.
     """
     if rows is None:
-        return None
+        return 0
     elif desc is not None:
-        return rows, 0, 0, desc, box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K), None, 0
+        return box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
     elif T.PAGED:
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-        return rows, page_base(rows, kv_head), table, None, 0, 0, 0
+        return page_base(rows, kv_head)
     else:
-        return rows, head_base(rows, batch_idx, kv_head, k_start, T.PACKED_K), 0, None, 0, 0, 0
+        return head_base(rows, batch_idx, kv_head, k_start, T.PACKED_K)
+
+
+@triton.jit
+def page_table(lengths, batch_idx, T: tl.constexpr):
+    """Pointer to the table entries of a sequence; 0 without pages."""
+    if T.PAGED:
+        return lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
+    else:
+        return 0
 
 
 @triton.jit
@@ -74,11 +84,14 @@ def load_source(
     source, pages, first, seqlen_k,
     CHECK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a `key_source`."""
-    if source[5] is None:
-        return load_box(source[3], source[4], first, BLOCK_N, DIM)
+    """A tile of a source of keys (see key_origin)."""
+    rows, origin, table, desc = source
+    if desc is not None:
+        return load_box(desc, origin, first, BLOCK_N, DIM)
     else:
-        return load_keys(source, pages, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D, T)
+        return load_keys(
+            (rows, origin, table, None, 0, 0, 0), pages, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D, T
+        )
 
 
 @triton.jit
@@ -255,10 +268,11 @@ def tangent_kernel(
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
-    k_source = key_source(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T)
-    v_source = key_source(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T)
-    dot_k_source = key_source(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T)
-    dot_v_source = key_source(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T)
+    table = page_table(lengths, batch_idx, T)
+    k_source = (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc)
+    v_source = (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc)
+    dot_k_source = (dot_k, key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_k_desc)
+    dot_v_source = (dot_v, key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_v_desc)
     q_tile = load_query_tile(
         q, q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
     )

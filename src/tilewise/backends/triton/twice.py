@@ -50,9 +50,10 @@ from tilewise.backends.triton.primitives import (
 )
 from tilewise.backends.triton.tangent import (
     bias_tangent_rows,
-    key_source,
+    key_origin,
     load_query_tile,
     load_source,
+    page_table,
     product_tangents,
     score_tangents,
 )
@@ -203,18 +204,21 @@ def second_key_kernel(
     n_first = block * BLOCK_N
     if n_first >= seqlen_k:
         return
-    k_source = key_source(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T)
-    v_source = key_source(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T)
+    table = page_table(lengths, batch_idx, T)
+    k_source = (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc)
+    v_source = (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc)
     pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
     k_tile = load_source(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     v_tile = load_source(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     dot_k_tile = k_tile
     if A.K:
-        dot_k_source = key_source(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T)
+        origin = key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T)
+        dot_k_source = (dot_k, origin, table, dot_k_desc)
         dot_k_tile = load_source(dot_k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     dot_v_tile = v_tile
     if A.V:
-        dot_v_source = key_source(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T)
+        origin = key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T)
+        dot_v_source = (dot_v, origin, table, dot_v_desc)
         dot_v_tile = load_source(dot_v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     dk_acc = zeros(BLOCK_N, T.BLOCK_D)
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
@@ -334,20 +338,6 @@ def query_tiles(
     return q_tile, dot_q_tile, dout_tile
 
 
-@triton.jit
-def key_sources(
-    k, v, dot_k, dot_v, k_desc, v_desc, dot_k_desc, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, lengths,
-    T: tl.constexpr,
-):  # fmt: skip
-    """Sources of (k, v, k', v'); None where a tangent is."""
-    return (
-        key_source(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T),
-        key_source(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T),
-        key_source(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T),
-        key_source(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, lengths, T),
-    )
-
-
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def second_query_kernel(
     q, k, v, dout, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dout_desc, dot_q_desc, dot_k_desc, dot_v_desc,
@@ -370,10 +360,14 @@ def second_query_kernel(
     if m_first >= seqlen_q:
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
-    sources = key_sources(
-        k, v, dot_k, dot_v, k_desc, v_desc, dot_k_desc, dot_v_desc, head // T.GROUP_SIZE, batch_idx, k_start, seqlen_k,
-        lengths, T
-    )  # fmt: skip
+    kv_head = head // T.GROUP_SIZE
+    table = page_table(lengths, batch_idx, T)
+    sources = (
+        (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc),
+        (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc),
+        (dot_k, key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_k_desc),
+        (dot_v, key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_v_desc),
+    )
     tiles = query_tiles(
         q, dot_q, dout, q_desc, dot_q_desc, dout_desc, batch_idx, head, q_start, m_first, seqlen_q, BLOCK_M, A, T
     )
@@ -421,10 +415,14 @@ def second_bias_kernel(
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
         if tile_is_seen(m_first, n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T):
             m_idx = m_first + tl.arange(0, BLOCK_M)
-            sources = key_sources(
-                k, v, dot_k, dot_v, None, None, None, None, head // T.GROUP_SIZE, batch_idx, k_start, seqlen_k,
-                lengths, T
-            )  # fmt: skip
+            kv_head = head // T.GROUP_SIZE
+            table = page_table(lengths, batch_idx, T)
+            sources = (
+                (k, key_origin(k, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
+                (v, key_origin(v, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
+                (dot_k, key_origin(dot_k, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
+                (dot_v, key_origin(dot_v, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
+            )
             tiles = query_tiles(
                 q, dot_q, dout, None, None, None, batch_idx, head, q_start, m_first, seqlen_q, BLOCK_M, A, T
             )
