@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
 ]
 
 BF16 = torch.bfloat16
