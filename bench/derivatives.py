@@ -1,18 +1,21 @@
 """Tangents and second derivatives: time against the forward, the backward and torch's math kernel; memory.
 
-    PYTHONPATH=src:bench python bench/derivatives.py [--json FILE] [--device cpu | cuda] [--seconds 3]
+    PYTHONPATH=src:bench python bench/derivatives.py [--json FILE] [--device cpu | cuda]
+        [--seconds 3] [--lengths 1024,4096]
 
 On a CPU, times are CPU seconds of one thread, the least of several calls, so that other programs disturb them little.
 On a GPU they are medians of times between events, in bf16, all passes of a case in turn (tilewise.bench.timing), by the
 Triton backend; every result is first compared with the math kernel's in fp32 on a shorter sequence. The host gets ahead
 of the device before a sample, so its time does not count; it is reported apart. The math kernel runs up to the length
-at which it does not fit the GPU's memory.
+at which it does not fit the GPU's memory. The package jvp_flash_attention, which has tangents but no second
+derivatives, runs too where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import itertools
 import json
 import time
@@ -40,7 +43,8 @@ CHECKED, TOLERANCE = 512, 0.03
 # About 8 ms of an H200, in which the host queues a call.
 AHEAD_CYCLES = 15_000_000
 LIMITS = {"jvp / forward": 2.6, "double backward / backward": 3.5}
-AT_LEAST = {"math jvp / jvp": 5.0, "math double backward / double backward": 5.0}
+PEER = "jvp_flash_attention"
+AT_LEAST = {"math jvp / jvp": 5.0, "math double backward / double backward": 5.0, f"{PEER} jvp / jvp": 1.3}
 
 
 def seconds(call: Callable[[], object], repeats: int = REPEATS) -> float:
@@ -58,6 +62,20 @@ def math_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     """SDPA by its math kernel, the only one of torch's with these derivatives."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def peer_attention() -> Attend | None:
+    """Attention by jvp_flash_attention, or None where it is not installed."""
+    try:
+        found = importlib.import_module(f"{PEER}.jvp_attention")
+    except ImportError:
+        return None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+        out: Tensor = found.JVPAttn.fwd_dual(q, k, v, causal=causal)
+        return out
+
+    return attend
 
 
 def draw(shape: tuple[int, ...], device: str) -> list[Tensor]:
@@ -149,18 +167,39 @@ def flat(found: Any) -> list[Tensor]:
 
 
 def checked(head_dim: int, *, causal: bool) -> float:
-    """The largest error of our passes against the math kernel in fp32, relative to each result's largest element."""
+    """The largest error of our passes, see errors."""
+    found = errors(on_triton, head_dim, causal=causal)
+    wrong = {name: error for name, error in found.items() if not error <= TOLERANCE}
+    if wrong:
+        raise AssertionError(f"head_dim {head_dim}, causal {causal}: errors {wrong}")
+    return max(found.values())
+
+
+def errors(attend: Attend, head_dim: int, *, causal: bool, only: tuple[str, ...] = ()) -> dict[str, float]:
+    """Errors of passes (all, or those in `only`) against the math kernel in fp32, relative to a result's largest
+    element.
+    """
     drawn = [t[:1].contiguous() for t in gpu_draw(CHECKED, head_dim)]
-    ours = passes(on_triton, CHECKED, head_dim, causal=causal, drawn=drawn)
-    theirs = passes(math_attention, CHECKED, head_dim, causal=causal, drawn=[t.float() for t in drawn])
-    worst = 0.0
-    for name, run in ours.items():
-        for got, want in zip(flat(run()), flat(theirs[name]()), strict=True):
-            error = float((got.float() - want).abs().max() / want.abs().max())
-            if not error <= TOLERANCE:
-                raise AssertionError(f"{name}, head_dim {head_dim}, causal {causal}: error {error}")
-            worst = max(worst, error)
-    return worst
+    runs = passes(attend, CHECKED, head_dim, causal=causal, drawn=drawn)
+    wanted = passes(math_attention, CHECKED, head_dim, causal=causal, drawn=[t.float() for t in drawn])
+    return {
+        name: max(
+            float((got.float() - want).abs().max() / want.abs().max())
+            for got, want in zip(flat(runs[name]()), flat(wanted[name]()), strict=True)
+        )
+        for name in only or runs
+    }
+
+
+def peer_error(head_dim: int, *, causal: bool) -> float | str | None:
+    """The error of the peer's tangents, or why it does not run; None where it is not installed."""
+    attend = peer_attention()
+    if attend is None:
+        return None
+    try:
+        return errors(attend, head_dim, causal=causal, only=("jvp",))["jvp"]
+    except Exception as error:  # another package may fail in any way
+        return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 class AheadClock(CudaClock):
@@ -197,8 +236,10 @@ def gpu_timed(seqlen: int, head_dim: int, seconds: float, *, causal: bool) -> di
     drawn = gpu_draw(seqlen, head_dim)
     calls = dict(passes(on_triton, seqlen, head_dim, causal=causal, drawn=drawn))
     theirs = passes(math_attention, seqlen, head_dim, causal=causal, drawn=drawn)
+    if (peer := peer_attention()) is not None:
+        calls[f"{PEER} jvp"] = passes(peer, seqlen, head_dim, causal=causal, drawn=drawn)["jvp"]
     calls |= {f"math {name}": theirs[name] for name in ("jvp", "double backward")}
-    # The math kernel comes last and alone: what its graph holds would leave no room for the others' calls.
+    # Others come last and alone: what the math kernel's graph holds would leave no room for their calls.
     medians: dict[str, float] = {}
     for group in (list(calls)[:4], *([name] for name in list(calls)[4:])):
         entrants = [Entrant(name, functools.partial(repeated, calls[name])) for name in group]
@@ -252,6 +293,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=3.0, help="time for each case on a GPU")
+    parser.add_argument("--lengths", default=",".join(map(str, GPU_LENGTHS)), help="of sequences on a GPU")
     options = parser.parse_args()
     on_gpu = options.device == "cuda"
     torch.set_num_threads(1)
@@ -272,11 +314,14 @@ def main() -> None:
             options.json.write_text(json.dumps(results, indent=1) + "\n")
 
     if on_gpu:
-        results["errors"] = {f"{d} {c}": checked(d, causal=c) for d in (64, 128) for c in (False, True)}
+        kinds = list(itertools.product((64, 128), (False, True)))
+        results["errors"] = {f"{d} {c}": checked(d, causal=c) for d, c in kinds}
+        results["errors"] |= {f"{PEER} {d} {c}": peer_error(d, causal=c) for d, c in kinds}
         print(json.dumps(results["errors"]), flush=True)
-        for seqlen in GPU_LENGTHS:
+        lengths = [int(length) for length in options.lengths.split(",")]
+        for seqlen in lengths:
             keep("peaks", gpu_memory(seqlen, 64))
-        for head_dim, causal, seqlen in itertools.product((64, 128), (False, True), GPU_LENGTHS):
+        for head_dim, causal, seqlen in itertools.product((64, 128), (False, True), lengths):
             keep("times", gpu_timed(seqlen, head_dim, options.seconds, causal=causal))
         return
     for seqlen in (1024, 2048, 4096, 8192):
