@@ -11,9 +11,11 @@ import re
 
 from tilewise.backends.triton.configs import Config, Pass
 
-__all__ = ["DECODE", "TUNED", "candidates", "config_of", "name_of"]
+__all__ = ["DECODE", "HIGHER", "TUNED", "candidates", "config_of", "name_of"]
 
-TUNED: tuple[Pass, ...] = ("forward", "dkdv", "dq")
+# Tangents and second derivatives.
+HIGHER: tuple[Pass, ...] = ("tangent", "twice_dkdv", "twice_dq")
+TUNED: tuple[Pass, ...] = ("forward", "dkdv", "dq", *HIGHER)
 # Lengths up to this are tuned from tables of their own: there starting a program counts, and memory.
 SHORT = 512
 
@@ -34,6 +36,12 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 64): "128x64w8s2J 64x64w4s2J 64x64w4s3J 64x64w4s3TJ 64x64w4s2TJ 64x128w4s2TJ 128x64w4s3TJ 64x32w4s3TJ",
     ("dq", 128): "128x64w8s3TJ 64x64w4s2TJ 64x64w4s2J 64x32w4s3TJ 64x32w4s3J 128x32w8s3TJ 128x64w8s2TJ",
     ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2TJ 64x32w4s2J 64x32w4s2TJ 64x32w8s2TJ 128x64w8s1J",
+    ("tangent", 64): "64x64w4s2B 64x64w4s3B 128x64w8s2B 128x64w8s3B 64x128w4s2B 128x128w8s2B 64x64w4s2",
+    ("tangent", 128): "128x64w8s2B 128x32w8s3B 128x32w8s2B 64x32w4s2B 64x32w4s3B 64x64w4s2B 128x64w8s2",
+    ("twice_dkdv", 64): "64x64w4s2B 64x64w4s3B 32x64w4s2B 32x64w4s3B 64x128w8s2B 32x128w8s2B",
+    ("twice_dkdv", 128): "32x64w4s2B 32x128w8s2B 32x128w8s3B 64x64w4s2B 64x128w8s1B 16x64w4s2B",
+    ("twice_dq", 64): "64x64w4s2B 64x64w4s3B 128x64w8s2B 128x64w8s3B 64x32w4s3B",
+    ("twice_dq", 128): "128x64w8s2B 128x32w8s2B 128x32w8s3B 64x32w4s2B 64x64w4s2B",
 }
 SHORT_TILES: dict[tuple[Pass, int], str] = {
     ("forward", 64): """64x64w4s3BQr128 64x64w4s3BQh1r128 64x32w4s4JBPh1 64x64w4s3T 64x64w4s3

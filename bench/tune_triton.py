@@ -1,6 +1,6 @@
 """Check and time tiles of the Triton backend against SDPA flash, cuDNN and FlexAttention on this GPU.
 
-    python bench/tune_triton.py out.json [--only forward,dkdv,dq,decode,peers,overhead]
+    python bench/tune_triton.py out.json [--only forward,dkdv,dq,decode,peers,overhead,tangent,twice_dkdv,twice_dq]
                                          [--dims 64,128,256] [--lengths 1024,4096,16384] [--check-only]
 
 Candidates are compiled and checked in parallel processes first; a candidate that is wrong, runs out of resources or
@@ -35,12 +35,12 @@ from tilewise.backends.gpu import launching as kernels
 from tilewise.backends.gpu.compilation import compile_call
 from tilewise.backends.gpu.launching import View
 from tilewise.backends.gpu.symbols import KernelCall
-from tilewise.backends.triton import arguments, configs, launch, planning
+from tilewise.backends.triton import arguments, configs, launch, launch_higher, planning
 from tilewise.backends.triton.configs import Config, Pass
 from tilewise.bench import machine
-from tilewise.operands import Operands
+from tilewise.operands import Operands, Tangents
 from tilewise.problem import AttentionProblem
-from tune_candidates import DECODE, TUNED, candidates, config_of, name_of
+from tune_candidates import DECODE, HIGHER, TUNED, candidates, config_of, name_of
 
 TOKENS, WIDTH, ROUNDS = 16384, 2048, 5
 Run = Callable[[], Any]
@@ -74,7 +74,7 @@ def problem_of(
 class Inputs:
     """A dense problem with its tensors and everything a single kernel needs."""
 
-    def __init__(self, problem: AttentionProblem, backward: bool) -> None:
+    def __init__(self, problem: AttentionProblem, backward: bool, higher: bool = False) -> None:
         self.problem = p = problem
         kv_shape = (p.batch, p.num_kv_heads, p.seqlen_k, p.head_dim)
         self.q = torch.randn(p.batch, p.num_heads, p.seqlen_q, p.head_dim, device="cuda", dtype=p.dtype)
@@ -90,16 +90,22 @@ class Inputs:
             self.lse.copy_(lse)
             self.dout = torch.randn_like(self.q)
             self.dq, self.dk, self.dv = (torch.empty_like(t) for t in (self.q, self.k, self.v))
-            workspace = torch.empty(2 * arguments.workspace_rows(self.plan, 0)[1], device="cuda")
+            passes = arguments.TWICE if higher else arguments.ONCE
+            workspace = torch.empty(arguments.workspace_words(self.plan, passes), device="cuda")
             made = {"dout": self.dout, "dq": self.dq, "dk": self.dk, "dv": self.dv, "workspace": workspace}
             self.tensors |= made
-            self.runner([launch.stats_call(self.plan, self.views, ())])()
+            if higher:
+                self.along = tuple(torch.randn_like(t) for t in (self.q, self.k, self.v))
+                *_, dot_out, dot_lse = launch_higher.forward_tangent(p, self.operands, Tangents(*self.along))
+                self.tensors |= dict(zip(("dot_q", "dot_k", "dot_v"), self.along, strict=True))
+                self.tensors |= {"dot_out": dot_out, "dot_lse": dot_lse}
+            self.runner([launch.stats_call(self.plan, self.views, (), passes)])()
 
-    def poison(self) -> None:
+    def poison(self, direction: Pass) -> None:
         """Fill what a pass writes, so that what it forgets shows."""
-        for name in ("out", "dq", "dk", "dv"):
-            if name in self.tensors and (name != "out" or "dq" not in self.tensors):
-                self.tensors[name].fill_(float("nan"))
+        written = {"forward": ("out", "lse"), "tangent": ("out", "lse", "dot_out", "dot_lse")}
+        for name in written.get(direction, ("dq", "dk", "dv")):
+            self.tensors[name].fill_(float("nan"))
 
     @property
     def views(self) -> dict[str, View]:
@@ -117,6 +123,14 @@ class Inputs:
         with configs.overridden({direction: config}):
             if direction == "forward":
                 return launch.tiled_calls(self.plan, views)
+            if direction == "tangent":
+                return launch_higher.tangent_calls(self.problem, self.device, views)
+            if direction in HIGHER:
+                shared = launch.shared_arguments(self.plan, views, arguments.TWICE)
+                shared |= launch_higher.tangent_arguments(self.plan, views)
+                if direction == "twice_dkdv":
+                    return [launch_higher.key_call(self.plan, shared, views["dk"], views["dv"])]
+                return [launch_higher.query_call(self.plan, shared, views["dq"])]
             shared = launch.shared_arguments(self.plan, views)
             if direction == "dkdv":
                 return [launch.key_gradient_call(self.plan, shared, views["dk"], views["dv"])]
@@ -145,8 +159,8 @@ def check(direction: Pass, dim: int, causal: bool, config: Config) -> dict[str, 
     record: dict[str, Any] = {"pass": direction, "dim": dim, "causal": causal, "config": name_of(config), "error": None}
     began = time.time()
     try:
-        inputs = Inputs(problem_of(2, 4, 4, 300, 557, dim, causal), direction != "forward")
-        inputs.poison()
+        inputs = Inputs(problem_of(2, 4, 4, 300, 557, dim, causal), direction != "forward", direction in HIGHER)
+        inputs.poison(direction)
         inputs.launch(direction, config)()
         torch.cuda.synchronize()
         built = [compile_call(call, inputs.device, inputs.index) for call in inputs.calls(direction, config)]
@@ -165,18 +179,32 @@ def check(direction: Pass, dim: int, causal: bool, config: Config) -> dict[str, 
 
 def worst_error(inputs: Inputs, direction: Pass) -> float:
     """The largest error of what a pass has written, relative to the largest element."""
-    p = inputs.problem
-    q, k, v = (t.float().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-    heads = p.group_size
-    scores = q @ k.repeat_interleave(heads, 1).transpose(-1, -2) * p.scale
-    if p.causal:
-        keep = torch.ones(p.seqlen_q, p.seqlen_k, dtype=torch.bool, device="cuda").tril(p.seqlen_k - p.seqlen_q)
-        scores = scores.masked_fill(~keep, float("-inf"))
-    out = scores.softmax(-1) @ v.repeat_interleave(heads, 1)
+    plain = functools.partial(formula, inputs.problem)
+    q, k, v = leaves = tuple(t.float().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    out, lse = plain(q, k, v)
     if direction == "forward":
-        return max(relative(inputs.out, out), relative(inputs.lse, scores.logsumexp(-1)))
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout.float())
-    return relative(inputs.dq, dq) if direction == "dq" else max(relative(inputs.dk, dk), relative(inputs.dv, dv))
+        return max(relative(inputs.out, out), relative(inputs.lse, lse))
+    if direction in HIGHER:
+        along = tuple(t.float() for t in inputs.along)
+        pushed: Any = torch.func.jvp(plain, leaves, along)
+        dot_out, dot_lse = pushed[1]
+        if direction == "tangent":
+            pairs = (("out", out), ("lse", lse), ("dot_out", dot_out), ("dot_lse", dot_lse))
+            return max(relative(inputs.tensors[name], want) for name, want in pairs)
+        dq, dk, dv = torch.autograd.grad(dot_out, leaves, inputs.dout.float())
+    else:
+        dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout.float())
+    of_queries = direction in ("dq", "twice_dq")
+    return relative(inputs.dq, dq) if of_queries else max(relative(inputs.dk, dk), relative(inputs.dv, dv))
+
+
+def formula(p: AttentionProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) in plain torch."""
+    scores = q @ k.repeat_interleave(p.group_size, 1).transpose(-1, -2) * p.scale
+    if p.causal:
+        keep = torch.ones(p.seqlen_q, p.seqlen_k, dtype=torch.bool, device=q.device).tril(p.seqlen_k - p.seqlen_q)
+        scores = scores.masked_fill(~keep, float("-inf"))
+    return scores.softmax(-1) @ v.repeat_interleave(p.group_size, 1), scores.logsumexp(-1)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -227,7 +255,9 @@ def round_robin(runs: dict[str, Run]) -> dict[str, float]:
 
 def flops(p: AttentionProblem, direction: str) -> float:
     """Of the matrix products a pass needs; half of them for causal."""
-    products = {"forward": 2, "dkdv": 4, "dq": 3, "backward": 5}[direction]
+    products = {"forward": 2, "dkdv": 4, "dq": 3, "backward": 5, "tangent": 6, "twice_dkdv": 8, "twice_dq": 7}[
+        direction
+    ]
     return 2.0 * products * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k * p.head_dim / (2 if p.causal else 1)
 
 
@@ -245,7 +275,7 @@ def report(cell: str, p: AttentionProblem, direction: str, taken: dict[str, floa
 
 def tune_cell(direction: Pass, p: AttentionProblem, good: list[Config], records: Records) -> Config | None:
     """Time all candidates of a cell, then the best one with other numbers of heads side by side."""
-    inputs = Inputs(p, direction != "forward")
+    inputs = Inputs(p, direction != "forward", direction in HIGHER)
 
     def timed(candidates: list[Config]) -> dict[str, float]:
         return round_robin({name_of(c): inputs.launch(direction, c) for c in candidates})

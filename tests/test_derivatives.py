@@ -363,3 +363,22 @@ def test_a_backend_without_these_derivatives_is_passed_over_with_a_reason() -> N
             torch.func.jvp(lambda q: tw.attention(q, q, q, backend="plain"), (q,), (q,))
     finally:
         tw.unregister_backend("plain")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "computed_by", "reason"),
+    [
+        (128, torch.bfloat16, "triton", ("hopper", "the Triton backend computes them")),
+        (512, torch.bfloat16, None, ("triton", "head_dim up to 256, not 512")),
+        (256, torch.float32, None, ("triton", "head_dim up to 128, not 256")),
+    ],
+)
+def test_who_computes_them_on_a_gpu(
+    head_dim: int, dtype: torch.dtype, computed_by: str | None, reason: tuple[str, str]
+) -> None:
+    pytest.importorskip("triton")
+    q = torch.empty(1, 2, 1024, head_dim, dtype=dtype, device="meta", requires_grad=True)
+    backend, rejected = tw.explain(q, q, q, device="h200").higher
+    assert backend == computed_by
+    name, text = reason
+    assert text in dict(rejected)[name]

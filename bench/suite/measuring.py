@@ -15,7 +15,7 @@ import tilewise
 from tilewise.bench.memory import peak_extra_memory
 from tilewise.bench.timing import Batch, Clock, CudaClock
 
-__all__ = ["HostClock", "commit", "extra_memory"]
+__all__ = ["HostClock", "allocated", "commit", "extra_memory"]
 
 
 class HostClock(Clock):
@@ -45,11 +45,12 @@ def extra_memory(call: Callable[[], Tensor], device: str) -> int:
         sizes.append(out.numel() * out.element_size())
         return out
 
-    peak = _allocated(run) if device == "cuda" else peak_extra_memory(run)
+    peak = allocated(run) if device == "cuda" else peak_extra_memory(run)
     return max(0, peak - sizes[-1])
 
 
-def _allocated(run: Callable[[], object]) -> int:
+def allocated(run: Callable[[], object]) -> int:
+    """Bytes that torch's allocator holds on the GPU at the peak of a call beyond what it held before."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -118,6 +118,7 @@ def test_special_cases(case: Case, backend: str, device: str) -> None:
     check(*runnable(case, backend, device))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @over(lambda: [*single_cases(), *higher_cases()])
 def test_tangents_and_second_derivatives(case: Case, backend: str, device: str) -> None:
     implementation = BackendImplementation(backend, device)
@@ -127,6 +128,7 @@ def test_tangents_and_second_derivatives(case: Case, backend: str, device: str) 
     check_higher(case, implementation)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 @over(lambda: [case for case in repeatable_cases() if case.wants_grad])
 def test_tangents_and_second_derivatives_repeat_their_bits(case: Case, backend: str, device: str) -> None:
     implementation = BackendImplementation(backend, device)

@@ -6,6 +6,7 @@ is compiled here is what runs there. The exhaustive run compiles every row of th
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ triton = pytest.importorskip("triton")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
+launch_higher = pytest.importorskip("tilewise.backends.triton.launch_higher")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 operand_views = pytest.importorskip("tilewise.backends.gpu.offline").operand_views
 planning = pytest.importorskip("tilewise.backends.triton.planning")
@@ -172,6 +174,89 @@ def test_packed_kernels() -> None:
         assert_fits(kernel, "h200")
         assert kernel.spilled <= SPILL_LIMIT, kernel.name
         assert not kernel.serialised, kernel.name
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim"),
+    [
+        ("h200", 128),
+        ("a100", 64),
+        *(pytest.param(*p, marks=pytest.mark.exhaustive) for p in (("h200", 64), ("a100", 128))),
+    ],
+)
+def test_kernels_of_tangents_and_second_derivatives(device: str, head_dim: int) -> None:
+    kernels = {"tangent_kernel", "second_key_kernel", "second_query_kernel"}
+    for call in calls_of_case(device, "higher", head_dim):
+        built = build(call, device)
+        assert_fits(built, device)
+        assert built.spilled <= SPILL_LIMIT, built.name
+        assert not built.serialised, f"{built.name}: ptxas waits after every wgmma"
+        if devices.named(device).has_wgmma and built.name in kernels:
+            assert "wgmma.mma_async" in built.ptx
+            kernels.remove(built.name)
+    assert not kernels or not devices.named(device).has_wgmma
+
+
+# What kernels of tangents and second derivatives are compiled for, beyond the cases of all kernels.
+ALONE: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"causal": True, "window_left": 50},
+    "softcap": {"softcap": 20.0},
+    "alibi": {"has_alibi": True, "causal": True},
+    "bias": {"bias_shape": (1, 4, 300, 300), "bias_dtype": torch.float32},
+    "bias of a row": {"bias_shape": (1, 1, 1, 300), "bias_dtype": torch.bfloat16},
+    "sinks": {"has_sinks": True},
+    "mask": {"mask_shape": (1, 1, 300, 300)},
+    "dropout": {"dropout": 0.1},
+    "own keys": {"num_kv_heads": 4},
+    "packed, capped": {"kind": "varlen", "softcap": 20.0, "dropout": 0.1, "has_sinks": True},
+    "large pages": {"kind": "paged", "page_size": 128, "seqlen_k": 384, "total_k": 3840},
+    "unequal": {"head_dim_v": 32},
+    "large scores": {"scale": 3000.0},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("device", ["h200", "a100"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", ALONE)
+def test_each_feature_of_derivatives(name: str, head_dim: int, device: str, dtype: torch.dtype) -> None:
+    problem = dataclasses.replace(problem_of("higher", head_dim), causal=False, dtype=dtype)
+    problem, spec = dataclasses.replace(problem, **ALONE[name]), devices.named(device)
+    if (refusal := BACKEND.supports(problem, spec)) is not None:
+        pytest.skip(refusal)
+    for call in launch_higher.calls_of(problem, spec):
+        built = build(call, device)
+        assert_fits(built, device)
+        assert built.spilled <= MOST_SPILLED, built.name
+
+
+@pytest.mark.parametrize(
+    ("name", "along"),
+    [
+        ("higher", ("k",)),
+        *(
+            pytest.param(name, along, marks=pytest.mark.exhaustive)
+            for name in ("higher", "higher packed", "higher pages", "higher rich")
+            for along in ((), ("q",), ("k",), ("v",), ("q", "v"), ("k", "v"), ("bias",), ("sinks",))
+            if (name, along) != ("higher", ("k",))
+        ),
+    ],
+)
+def test_absent_tangents_are_compiled_away(name: str, along: tuple[str, ...]) -> None:
+    """And their products with them."""
+    products = {}
+    for given in (along, ("q", "k", "v")):
+        calls = launch_higher.calls_of(problem_of(name, 64), devices.named("h200"), given)
+        (tangent,) = (call for call in calls if call.kernel.__name__ == "tangent_kernel")
+        for call in calls if given == along else [tangent]:
+            built = build(call, "h200")
+            assert_fits(built, "h200")
+            if call is tangent:
+                products[given] = len(re.findall(r"mma\S*\.m\d+n\d+k\d+", built.ptx))
+    # Of the six products of a tile q' k, q k', (P S') v and P v' need a tangent, (P S') v any but that of v.
+    assert products[along] < products["q", "k", "v"]
 
 
 def test_decode_kernels() -> None:

@@ -36,8 +36,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 pytestmark = pytest.mark.slow
 HERE = Path(__file__)
 # The suite in parts that processes can share.
-LARGE = ("special_cases", "single_features", "fp8", "left_alone", "outside_the_lengths")
-PARTS = (*LARGE, f"not ({' or '.join(LARGE)})")
+LARGE = ("special_cases", "single_features", "fp8", "left_alone", "outside_the_lengths", "tangents")
+PARTS = (*LARGE[:-1], "tangents and dense", "tangents and not dense", f"not ({' or '.join(LARGE)})")
 # A few tests of the small suite for the fast run, one for each kernel and loader; all of it with `-m exhaustive`.
 SAMPLE = "gqa or varlen_padding or paged_decode_strided or fp32_bias_and_sinks"
 
@@ -255,6 +255,63 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
     torch.testing.assert_close(packed[:38].double(), want[:38], rtol=0, atol=2e-6)
     assert not packed[55:].any()
     assert [made_here["q_desc"] is not None for made_here in made] == [True] * 4  # and not by pointers
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"causal": True},
+        pytest.param({}, marks=pytest.mark.exhaustive),
+        pytest.param({"window": (7, 3), "softcap": 3.0}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["causal", "full", "capped_window"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_derivatives_in_boxes(flags: dict[str, Any], packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tangents and second derivatives as on Hopper: tiles by descriptors in one loop, ragged ends, rows without a key,
+    shared heads, and packed sequences that are followed by NaN.
+    """
+    torch.manual_seed(0)
+    higher = importlib.import_module("tilewise.backends.triton.launch_higher")
+    plain: Any = higher.box_descriptors
+    boxed: list[bool] = []
+
+    def noted(*arguments: Any) -> dict[str, Any]:
+        made: dict[str, Any] = plain(*arguments)
+        boxed.append(made["q_desc"] is not None)
+        return made
+
+    monkeypatch.setattr(higher, "box_descriptors", noted)
+    lengths, pad = (37, 0, 21), 3 * packed
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    shapes: list[tuple[int, ...]] = [(2, 4, 37, 16), (2, 2, 29, 16), (2, 2, 29, 16)]
+    if packed:
+        shapes = [(sum(lengths) + pad, heads, 16) for heads in (4, 2, 2)]
+    drawn = [torch.randn(shape) for shape in (*shapes, *shapes, shapes[0])]
+    found = []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        *operands, dot_q, dot_k, dot_v, dout = (t.to(dtype) for t in drawn)
+        if packed and backend == "triton":
+            for tensor in (*operands, dot_q, dot_k, dot_v):
+                tensor[sum(lengths) :] = torch.nan
+        leaves = [t.requires_grad_() for t in (*operands, dout)]
+
+        tile = configs.Config(16, 16, 4, 1, boxes=True)
+        with configs.overridden({"tangent": tile, "twice_dkdv": tile, "twice_dq": tile}):
+            q, k, v = leaves[:3]
+            if packed:
+                out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)
+            else:
+                out = tilewise.attention(q, k, v, backend=backend, **flags)
+            first = torch.autograd.grad(out, leaves[:3], leaves[3], create_graph=True)
+            second = torch.autograd.grad(first, leaves, (dot_q, dot_k, dot_v))
+        found.append([t[: sum(lengths)] if packed else t for t in second])
+        if packed:
+            assert not any(t[sum(lengths) :].any() for t in second)
+    assert boxed == [True] * 3  # tangents, dK and dV, dQ
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), wanted, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")

@@ -35,6 +35,7 @@ class Case(NamedTuple):
 
 H200 = ("h200",)
 GRADIENTS: dict[str, Any] = {"needs_grad": True}
+HIGHER: dict[str, Any] = {"needs_grad": True, "higher": True}
 CAUSAL: dict[str, Any] = {"causal": True}
 MANY: dict[str, Any] = {"seqlen_k": 4096, "total_k": 4096}
 RICH: dict[str, Any] = {
@@ -69,6 +70,12 @@ CASES: dict[str, Case] = {
     "tile mask, pages": Case({**PAGES, **CAUSAL, **GRADIENTS, "tiles_shape": (1, 1, 3, 3)}, H200, (64, 128)),
     "pages": Case({**PAGES, **CAUSAL, **GRADIENTS}, H200, (64, 128), (128,)),
     "fp32 rich": Case({"dtype": torch.float32, **RICH}, H200),
+    "higher": Case({**CAUSAL, **HIGHER}, head_dims=(64, 128, 256)),
+    "higher packed": Case({"kind": "varlen", **CAUSAL, **HIGHER}, H200, (64, 128)),
+    "higher pages": Case({**PAGES, **CAUSAL, **HIGHER}, H200, (128,)),
+    "higher rich": Case({**RICH, **HIGHER}, H200, (64, 128, 256), (128,)),
+    "higher fp32": Case({"dtype": torch.float32, **CAUSAL, **HIGHER}, H200, (64, 128), (128,)),
+    "higher fp32 rich": Case({"dtype": torch.float32, **RICH, **HIGHER}, H200, (64, 128)),
 }
 
 
@@ -90,10 +97,15 @@ def problem_of(name: str, head_dim: int) -> AttentionProblem:
 
 
 def calls_of(device: str, name: str, head_dim: int) -> list[KernelCall]:
-    """The kernels of a case; without gradients where a device has no room for them."""
-    from tilewise.backends.triton import launch
+    """The kernels of a case; without gradients where a device has no room for them. Those of tangents and second
+    derivatives if the case is `higher`.
+    """
+    from tilewise.backends.triton import launch, launch_higher
 
     problem, spec = problem_of(name, head_dim), devices.named(device)
+    if problem.higher:
+        assert BACKEND.supports(problem, spec) is None
+        return launch_higher.calls_of(problem, spec)
     if BACKEND.supports(problem, spec) is not None:
         problem = replace(problem, needs_grad=False)
     assert BACKEND.supports(problem, spec) is None

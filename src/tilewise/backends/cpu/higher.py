@@ -8,49 +8,36 @@ from __future__ import annotations
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import EXP2_EXACT, Emitter, Value
 from tilewise.backends.cpu.features import each_score
-from tilewise.backends.cpu.microkernels import decayed, score_products, store_block, value_products
+from tilewise.backends.cpu.microkernels import score_products, store_block, value_products
 
 __all__ = [
+    "add_scores",
+    "add_values",
     "scale_panel",
-    "score_pair",
     "second_gradient",
     "second_gradient_capped",
     "subtract_row",
     "tangent_weights",
     "tanh_panel",
-    "weigh_pair",
 ]
 
 
-@kernel("iiiiiii")
-def score_pair(
-    e: Emitter, k: Value, q: Value, other_k: Value, other_q: Value, stride: Value, head_dim: Value, s: Value
-) -> None:
-    """s[score_keys][panel] = k[score_keys][head_dim] . q[head_dim][panel] + the same of the others."""
+@kernel("iiiii")
+def add_scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value) -> None:
+    """s[score_keys][panel] += k[score_keys][head_dim] . q[head_dim][panel]."""
     keys, vectors, panel = e.isa.score_keys, e.isa.query_vectors, e.isa.panel
-    sums = score_products(e, k, stride, head_dim, q, [e.f32s(0.0)] * (keys * vectors))
-    sums = score_products(e, other_k, stride, head_dim, other_q, sums)
+    start = [old for i in range(keys) for old in e.load_vectors(e.at(s, i * panel), vectors)]
+    sums = score_products(e, k, k_stride, head_dim, q, start)
     for i in range(keys):
         e.store_vectors(e.at(s, i * panel), sums[i * vectors : (i + 1) * vectors])
 
 
-@kernel("iiiiiiiii")
-def weigh_pair(
-    e: Emitter,
-    p: Value,
-    v: Value,
-    other_p: Value,
-    other_v: Value,
-    v_stride: Value,
-    num_keys: Value,
-    acc: Value,
-    acc_stride: Value,
-    alpha: Value,
-) -> None:
-    """acc[value_rows][value_step] = alpha * acc + p^T v + the same of the others (see weigh_values)."""
-    start = decayed(e, acc, acc_stride, alpha)
-    sums = value_products(e, p, v, v_stride, num_keys, start)
-    store_block(e, acc, acc_stride, value_products(e, other_p, other_v, v_stride, num_keys, sums))
+@kernel("iiiiii")
+def add_values(e: Emitter, p: Value, v: Value, v_stride: Value, num_keys: Value, acc: Value, acc_stride: Value) -> None:
+    """acc[value_rows][value_step] += p[num_keys][panel]^T v[num_keys][value_step]."""
+    rows = e.rows(acc, acc_stride, e.isa.value_rows)
+    start = [old for row in rows for old in e.load_vectors(row, e.isa.value_vectors)]
+    store_block(e, acc, acc_stride, value_products(e, p, v, v_stride, num_keys, start))
 
 
 @kernel("iiif")

@@ -13,7 +13,7 @@ from tilewise.backends.cpu.backward import row_address
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import add_panel, multiply_panel
 from tilewise.backends.cpu.forward import acc_state, pack_queries, panel_scores
-from tilewise.backends.cpu.higher import scale_panel, score_pair, subtract_row, tangent_weights, weigh_pair
+from tilewise.backends.cpu.higher import add_scores, add_values, scale_panel, subtract_row, tangent_weights
 from tilewise.backends.cpu.intrinsics import atomic_add, exp2, field, load_f32, load_i64, scalar_bits, store_f32
 from tilewise.backends.cpu.merging import LOG2E_F32, MINUS_INF, begin_rows, finish_rows
 from tilewise.backends.cpu.microkernels import scores, softmax, weigh_values
@@ -38,16 +38,18 @@ __all__ = ["tangent"]
 
 @driver
 def score_tangents(p: int, t: int, size: int, k: int, tk: int, q: int, tq: int, width: int, scratch: int) -> None:
-    """t[size][panel] = K Q' + K' Q, without what has no tangent (an address of 0 in the parameters)."""
+    """t[size][panel] = K Q' + K' Q, without what has no tangent (an address of 0 in the parameters).
+
+    One product after the other: the panels of Q and Q' together would not fit the first level of the cache.
+    """
     has_q, has_k, padded = field(p, f.TQ) != 0, field(p, f.TK) != 0, field(p, f.DIM_PADDED)
-    if has_q and has_k:
-        for j in range(0, size, sz.SCORE_KEYS):
-            at = 4 * j * width
-            score_pair(k + at, tq, tk + at, q, 4 * width, padded, t + 4 * j * sz.PANEL)
-    elif has_q or has_k:
+    if has_q or has_k:
         rows, panel = k if has_q else tk, tq if has_q else q
         for j in range(0, size, sz.SCORE_KEYS):
             scores(rows + 4 * j * width, 4 * width, padded, panel, t + 4 * j * sz.PANEL, scratch)
+        if has_q and has_k:
+            for j in range(0, size, sz.SCORE_KEYS):
+                add_scores(tk + 4 * j * width, 4 * width, padded, q, t + 4 * j * sz.PANEL)
     else:
         fill(t, size * sz.PANEL, 0.0)
 
@@ -66,8 +68,9 @@ def bias_tangents(p: int, ws: int, size: int, first_key: int, panel: int, num_ro
 def weigh_panel(p: int, weights: int, v: int, size: int, acc: int, alpha: int, num_rows: int) -> None:
     """acc[num_rows] = alpha * acc + weights^T v."""
     width_v = field(p, f.DIM_V_PADDED)
-    for i in range(0, num_rows, sz.VALUE_ROWS):
-        for d in range(0, width_v, sz.VALUE_STEP):
+    # Columns outermost: those of a strip of v stay in the first level of the cache for all rows.
+    for d in range(0, width_v, sz.VALUE_STEP):
+        for i in range(0, num_rows, sz.VALUE_ROWS):
             place = acc + 4 * (i * width_v + d)
             weigh_values(
                 weights + 4 * i, v + 4 * sz.BLOCK_N * d, 4 * sz.VALUE_STEP, size, place, 4 * width_v, alpha + 4 * i
@@ -75,15 +78,13 @@ def weigh_panel(p: int, weights: int, v: int, size: int, acc: int, alpha: int, n
 
 
 @driver
-def weigh_both(p: int, ws: int, t: int, s: int, begin: int, size: int, acc: int, num_rows: int) -> None:
-    """acc[num_rows] = alpha * acc + t^T V + s^T V', for keys from `begin` on."""
-    width_v, at, alpha = field(p, f.DIM_V_PADDED), 4 * begin * sz.VALUE_STEP, ws + field(p, f.WS_ALPHA)
-    v, tv = ws + field(p, f.WS_V) + at, ws + field(p, f.WS_TV) + at
-    for i in range(0, num_rows, sz.VALUE_ROWS):
-        for d in range(0, width_v, sz.VALUE_STEP):
-            column, place = 4 * sz.BLOCK_N * d, acc + 4 * (i * width_v + d)
-            one, other = t + 4 * i, s + 4 * i
-            weigh_pair(one, v + column, other, tv + column, 4 * sz.VALUE_STEP, size, place, 4 * width_v, alpha + 4 * i)
+def add_panel_values(p: int, weights: int, v: int, size: int, acc: int, num_rows: int) -> None:
+    """acc[num_rows] += weights^T v."""
+    width_v = field(p, f.DIM_V_PADDED)
+    for d in range(0, width_v, sz.VALUE_STEP):
+        for i in range(0, num_rows, sz.VALUE_ROWS):
+            place = acc + 4 * (i * width_v + d)
+            add_values(weights + 4 * i, v + 4 * sz.BLOCK_N * d, 4 * sz.VALUE_STEP, size, place, 4 * width_v)
 
 
 @driver
@@ -130,10 +131,9 @@ def tangent_step(
     rows = 4 * panel * sz.PANEL * field(p, f.DIM_V_PADDED)
     acc, tacc, at = ws + field(p, f.WS_ACC) + rows, ws + field(p, f.WS_TACC) + rows, 4 * begin * sz.VALUE_STEP
     weigh_panel(p, s, ws + field(p, f.WS_V) + at, size, acc, alpha, num_rows)
+    weigh_panel(p, t, ws + field(p, f.WS_V) + at, size, tacc, alpha, num_rows)
     if field(p, f.TV) != 0:
-        weigh_both(p, ws, t, s, begin, size, tacc, num_rows)
-    else:
-        weigh_panel(p, t, ws + field(p, f.WS_V) + at, size, tacc, alpha, num_rows)
+        add_panel_values(p, s, ws + field(p, f.WS_TV) + at, size, tacc, num_rows)
 
 
 @driver

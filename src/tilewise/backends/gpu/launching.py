@@ -264,7 +264,7 @@ def in_layout(problem: AttentionProblem, made: Mapping[str, Allocation | None]) 
     """What a pass makes, with results in the caller's layout."""
     if problem.layout != "bshd":
         return dict(made)
-    results = ("out", "dq", "dk", "dv")
+    results = ("out", "dot_out", "dq", "dk", "dv")
     return {name: a.swapped() if a is not None and name in results else a for name, a in made.items()}
 
 

@@ -98,6 +98,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield outdated
     if not device.has_wgmma:
         yield f"{device.name} has no wgmma (compute capability 9.0: H100, H200)"
+    if problem.higher:
+        yield "has no tangents (jvp) and no second derivatives: the Triton backend computes them"
     if problem.dtype not in DTYPES:
         yield f"dtype {problem.dtype} is not float16 or bfloat16"
     if (reason := too_long(problem)) is not None:

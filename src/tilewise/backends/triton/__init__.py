@@ -17,19 +17,21 @@ from tilewise.backends.gpu import releases, trial
 from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.dequantising import dequantised
 from tilewise.device import DeviceSpec
-from tilewise.operands import Operands
+from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
 
 __all__ = ["BACKEND", "TritonBackend"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
+# Of tangents and second derivatives, which hold twice as many tiles.
+MAX_HIGHER_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 # Shared memory of the smallest dK/dV tile (16 x 16) in fp32 at a padded head_dim of 512, as compiled.
 WIDE_SINGLE_SMEM = 132096
 
 
 class TritonBackend(GpuBackend):
-    """Forward, backward and split-KV decode for dense, packed and paged problems."""
+    """Forward, backward, tangents, second derivatives and split-KV decode for dense, packed and paged problems."""
 
     name = "triton"
 
@@ -51,6 +53,13 @@ class TritonBackend(GpuBackend):
             return f"dtype {problem.dtype} is not one of float16, bfloat16, float32"
         if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
             return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {MAX_HEAD_DIM}"
+        if problem.higher and (widest := max(problem.head_dim, problem.head_dim_v)) > MAX_HIGHER_DIM[problem.dtype]:
+            return (
+                f"tangents (jvp) and second derivatives in {problem.dtype} take head_dim up to "
+                f"{MAX_HIGHER_DIM[problem.dtype]}, not {widest}: their tiles do not fit registers and shared memory"
+            )
+        if problem.higher and problem.tiles_shape is not None:
+            return "has no tangents (jvp) and no second derivatives under a tile mask: pass mask=mask.dense()"
         if (reason := too_long(problem)) is not None:
             return reason
         if device.type == "cpu":
@@ -112,6 +121,29 @@ class TritonBackend(GpuBackend):
         if problem.fp8 and not _read_in_pairs(operands):
             return None
         return super().bind_forward(problem, operands, want_lse=want_lse)
+
+    def forward_tangent(
+        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out, lse, out', lse'); see Differentiating."""
+        from tilewise.backends.triton import launch_higher
+
+        return launch_higher.forward_tangent(problem, operands, tangents)
+
+    def backward_twice(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        results: tuple[Tensor, Tensor, Tensor, Tensor],
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Second derivatives; see Differentiating."""
+        from tilewise.backends.triton import launch_higher
+
+        return launch_higher.backward_twice(problem, operands, tangents, results, dout, dlse, wanted)
 
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         """Writes rows of K and V into slots of pages: see tilewise.kv.writing."""

@@ -6,8 +6,8 @@ multiples of 16 bytes), and whether the columns of a bias, mask or statistic are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,24 @@ SINGLE_STATS: Dims = (1, 0, None)
 STAT_TILE, STAT_ROWS = 128, 16
 # Rows of the largest tile.
 MOST_ROWS = 256
+# Tensors of token rows that are as wide as V. The others are as wide as q.
+LIKE_VALUES = ("v", "out", "dout", "dot_v", "dot_out")
+# Passes whose programs own keys.
+OF_KEYS: tuple[Pass, ...] = ("dkdv", "twice_dkdv")
+
+
+class Passes(NamedTuple):
+    """The passes of a backward: the one for dQ, the one for dK and dV, and the numbers of a row that they read."""
+
+    dq: Pass
+    dkdv: Pass
+    num_stats: int
+
+
+# The backward reads lse and delta, the second derivative lse' and dout . out' too.
+ONCE, TWICE = Passes("dq", "dkdv", 2), Passes("twice_dq", "twice_dkdv", 4)
+# The numbers of a row in the order of the workspace: `mean` is lse', `rate` is dout . out'.
+STATISTICS = ("lse", "delta", "mean", "rate")
 
 
 def _rows(name: str, view: View, dims: Dims, sizes: tuple[int, int], reach: int = MOST_ROWS) -> Rows:
@@ -139,26 +157,33 @@ def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> di
     return _descriptors(plan, arguments, dims, problem.num_kv_heads, rows, config.block_n, on)
 
 
-def box_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of q, K, V and out as boxes (see primitives.py), or None for all. With them every tile is loaded and
-    stored by TMA; rows past the end of a sequence are zeros.
+def box_descriptors(
+    plan: Plan,
+    arguments: dict[str, Any],
+    config: Config,
+    queries: Sequence[str] = ("q", "out"),
+    keys: Sequence[str] = ("k", "v"),
+) -> dict[str, Any]:
+    """Descriptors of rows of queries and of keys as boxes (see primitives.py), or None for all. With them every tile is
+    loaded and stored by TMA; rows past the end of a sequence are zeros. An argument that is None has none.
     """
     problem, packed = plan.problem, plan.traits.PACKED_Q
+    nothing: dict[str, Any] = dict.fromkeys(f"{name}_desc" for name in (*queries, *keys))
     if not config.boxes or problem.kind == "paged" or problem.fp8 or not plan.is_unpadded:
-        return dict.fromkeys(("q_desc", "k_desc", "v_desc", "out_desc"))
-    queries, keys = (problem.num_heads, config.block_m), (problem.num_kv_heads, config.block_n)
-    dims = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v, "out": problem.head_dim_v}
+        return nothing
     found: dict[str, Tile | None] = {}
-    for name, dim in dims.items():
-        of_keys = name in ("k", "v")
-        heads, block = keys if of_keys else queries
+    for name in (*queries, *keys):
+        if arguments[name] is None:
+            continue
+        of_keys, dim = name in keys, problem.head_dim_v if name in LIKE_VALUES else problem.head_dim
+        heads, block = (problem.num_kv_heads, config.block_n) if of_keys else (problem.num_heads, config.block_m)
         if packed:
             total = problem.total_k if of_keys else problem.total_q
             found[f"{name}_desc"] = packed_box_of(arguments[name], heads, total, block, dim)
         else:
             length = problem.seqlen_k if of_keys else problem.seqlen_q
             found[f"{name}_desc"] = box_of(arguments[name], problem.batch, heads, length, block, dim)
-    return dict.fromkeys(found) if None in found.values() else found
+    return nothing if None in found.values() else nothing | found
 
 
 def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
@@ -195,17 +220,25 @@ def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> 
     return _descriptors(plan, arguments, dims, problem.num_heads, rows, config.block_m, on)
 
 
-def stat_descriptors(plan: Plan, config: Config) -> dict[str, Any]:
-    """Descriptors of the backward's statistics, or None for both. Used under a causal mask or window and for heads up
+def stat_descriptors(plan: Plan, config: Config, passes: Passes = ONCE) -> dict[str, Any]:
+    """Descriptors of the backward's statistics, or None for all. Used under a causal mask or window and for heads up
     to 64 wide, where they are faster, if whole tiles are stored; times in bench/results/triton-tiles.csv.
     """
-    (lse, count), (delta, _) = (workspace_rows(plan, index) for index in range(2))
-    traits = plan.traits
+    statistics, traits = STATISTICS[: passes.num_stats], plan.traits
+    count = workspace_rows(plan, 0)[1]
     pays = traits.HAS_LEFT or traits.HAS_RIGHT or max(traits.BLOCK_D, traits.BLOCK_DV) <= 64
     whole = plan.problem.kind == "dense" or traits.PACKED_Q
-    on = config.descriptors and pays and whole and count < 2**31
-    tiles = [Tile(rows.ptr, (count,), (1,), (config.block_m,)) if on else None for rows in (lse, delta)]
-    return dict(zip(("lse_desc", "delta_desc"), tiles, strict=True))
+    on = (config.descriptors or config.boxes) and pays and whole and count < 2**31
+    return {
+        f"{name}_desc": Tile(workspace_rows(plan, i)[0].ptr, (count,), (1,), (config.block_m,)) if on else None
+        for i, name in enumerate(statistics)
+    }
+
+
+def stat_arguments(plan: Plan, passes: Passes = ONCE, *, packed: bool | None = None) -> dict[str, Any]:
+    """The statistics in the workspace."""
+    names = STATISTICS[: passes.num_stats]
+    return {arg: workspace_rows(plan, i, packed=packed)[0] for i, arg in enumerate(("lse_unit", *names[1:]))}
 
 
 def _descriptors(
@@ -254,9 +287,9 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
         "q": query_rows(plan, "q", views["q"]),
         "k": key_rows(problem, "k", views["k"]),
         "v": key_rows(problem, "v", views["v"]),
-        "bias": _grid(views, "bias"),
-        "mask": _grid(views, "mask"),
-        "tile_map": _grid(views, "tiles"),
+        "bias": grid_argument(views, "bias"),
+        "mask": grid_argument(views, "mask"),
+        "tile_map": grid_argument(views, "tiles"),
         "tile_bits": single_address(views, "tile_bits"),
         **_list_rows(problem),
         "alibi_slopes": None
@@ -306,7 +339,8 @@ def single_address(views: Views, name: str) -> Address | None:
     return Address(name, views[name].dtype, aligned=False) if name in views else None
 
 
-def _grid(views: Views, name: str) -> Grid4 | None:
+def grid_argument(views: Views, name: str) -> Grid4 | None:
+    """A bias, its tangent or a mask; None without one."""
     view = views.get(name)
     if view is None:
         return None
@@ -321,30 +355,34 @@ def _grid(views: Views, name: str) -> Grid4 | None:
 
 def is_listed(plan: Plan, direction: Pass) -> bool:
     """Whether the programs of dQ or dK/dV come from a list: where the rows they own are packed."""
-    return plan.traits.PACKED_K if direction == "dkdv" else plan.traits.PACKED_Q
+    return plan.traits.PACKED_K if direction in OF_KEYS else plan.traits.PACKED_Q
 
 
 def listed_tiles(plan: Plan, direction: Pass) -> int:
     """The maximum number of tiles in a list. Kernels compute the same."""
     problem, config = plan.problem, plan.config(direction)
-    if direction == "dkdv":
+    if direction in OF_KEYS:
         return most_blocks(problem.total_k, config.block_n, problem.batch)
     return most_blocks(problem.total_q, config.block_m, problem.batch)
 
 
-def list_words(plan: Plan) -> int:
+def list_words(plan: Plan, passes: Passes = ONCE) -> int:
     """32-bit words of all lists."""
-    directions: tuple[Pass, Pass] = ("dq", "dkdv")
-    return sum(list_size(listed_tiles(plan, one)) for one in directions if is_listed(plan, one))
+    return sum(list_size(listed_tiles(plan, one)) for one in passes[:2] if is_listed(plan, one))
 
 
-def work_address(plan: Plan, direction: Pass) -> Address | None:
+def workspace_words(plan: Plan, passes: Passes = ONCE) -> int:
+    """32-bit words of a backward's workspace: statistics, then lists."""
+    return passes.num_stats * workspace_rows(plan, 0)[1] + list_words(plan, passes)
+
+
+def work_address(plan: Plan, direction: Pass, passes: Passes = ONCE) -> Address | None:
     """The address of the list, or None."""
     if not is_listed(plan, direction):
         return None
-    words = 2 * workspace_rows(plan, 0)[1]
-    if direction == "dkdv":
-        words += list_size(listed_tiles(plan, "dq"))
+    words = passes.num_stats * workspace_rows(plan, 0)[1]
+    if direction == passes.dkdv:
+        words += list_size(listed_tiles(plan, passes.dq))
     return Address("workspace", torch.int32, offset=4 * words)
 
 
@@ -353,56 +391,66 @@ def listed_heads(plan: Plan, direction: Pass) -> int:
     problem, config = plan.problem, plan.config(direction)
     if config.heads_per_wave is not None:
         return config.heads_per_wave
-    if direction == "dkdv":
+    if direction in OF_KEYS:
         tiles = -(-problem.seqlen_k // config.block_n)
-        return heads_per_wave(problem.num_kv_heads, max(1, tiles), problem.seqlen_q * _row_bytes(plan, direction))
+        return heads_per_wave(problem.num_kv_heads, max(1, tiles), problem.seqlen_q * row_bytes(plan, direction))
     tiles = -(-problem.seqlen_q // config.block_m) * problem.group_size
-    groups = heads_per_wave(problem.num_kv_heads, tiles, max(1, problem.seqlen_k) * _row_bytes(plan, direction))
+    groups = heads_per_wave(problem.num_kv_heads, tiles, max(1, problem.seqlen_k) * row_bytes(plan, direction))
     return groups * problem.group_size
 
 
-def _row_bytes(plan: Plan, direction: Pass) -> int:
-    """Bytes of a streamed row of one K/V head: q and dout of its group, or K and V."""
+def row_bytes(plan: Plan, direction: Pass) -> int:
+    """Bytes of a streamed row of one K/V head: q and dout of its group, or K and V, with their tangents."""
     problem = plan.problem
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return row * problem.group_size if direction == "dkdv" else row
+    if direction in ("tangent", TWICE.dq):
+        return 2 * row
+    if direction == TWICE.dkdv:
+        row += problem.head_dim * problem.dtype.itemsize
+    return row * problem.group_size if direction in OF_KEYS else row
 
 
-def listing_arguments(plan: Plan, made: Collection[str]) -> dict[str, Any]:
+def listing_arguments(plan: Plan, made: Collection[str], passes: Passes = ONCE) -> dict[str, Any]:
     """What the row-statistics kernel lists and clears for the gradients in `made`."""
     problem, paged = plan.problem, plan.problem.kind == "paged"
-    on = {"dq": "dq" in made and is_listed(plan, "dq"), "dkdv": "dk" in made and is_listed(plan, "dkdv")}
-    keys = "seqlens_k" if paged else "cu_seqlens_k"
+    queries = "dq" in made and is_listed(plan, passes.dq)
+    keys = "dk" in made and is_listed(plan, passes.dkdv)
     sizes = {
         "dq": (problem.total_q, problem.num_heads * problem.head_dim),
         "dk": (problem.total_k, problem.num_kv_heads * problem.head_dim),
         "dv": (problem.total_k, problem.num_kv_heads * problem.head_dim_v),
     }
     cleared = {
-        n: Tail(Address(n, problem.dtype, aligned=False), *sizes[n]) for n in sizes if on["dq" if n == "dq" else "dkdv"]
+        n: Tail(Address(n, problem.dtype, aligned=False), *sizes[n]) for n in sizes if (queries if n == "dq" else keys)
     }
+    any_list, lengths = queries or keys, "seqlens_k" if paged else "cu_seqlens_k"
     return (
         dict.fromkeys(sizes)
         | cleared
         | {
-            "seqlens_k": Address(keys, torch.int32, aligned=False) if any(on.values()) else None,
-            "queries": _listed(plan, "dq") if on["dq"] else None,
-            "keys": _listed(plan, "dkdv") if on["dkdv"] else None,
-            "TILE_Q": plan.config("dq").block_m if on["dq"] else 0,
-            "TILE_K": plan.config("dkdv").block_n if on["dkdv"] else 0,
-            "IS_PAGED": paged and any(on.values()),
+            "seqlens_k": Address(lengths, torch.int32, aligned=False) if any_list else None,
+            "queries": _listed(plan, passes.dq, passes) if queries else None,
+            "keys": _listed(plan, passes.dkdv, passes) if keys else None,
+            "TILE_Q": plan.config(passes.dq).block_m if queries else 0,
+            "TILE_K": plan.config(passes.dkdv).block_n if keys else 0,
+            "IS_PAGED": paged and any_list,
         }
     )
 
 
-def _listed(plan: Plan, direction: Pass) -> Listed:
+def _listed(plan: Plan, direction: Pass, passes: Passes) -> Listed:
     problem, config = plan.problem, plan.config(direction)
-    of_keys = direction == "dkdv"
-    heads = listed_heads(plan, direction) // (1 if of_keys else problem.group_size)
-    banded = plan.traits.HAS_LEFT or plan.traits.HAS_RIGHT
+    of_keys = direction in OF_KEYS
     longest, block = (problem.seqlen_k, config.block_n) if of_keys else (problem.seqlen_q, config.block_m)
     return Listed(
-        work=work_address(plan, direction),
+        work=work_address(plan, direction, passes),
         parts=listed_parts(longest, block),
-        rows_together=rows_together(_row_bytes(plan, direction), heads, banded=banded),
+        rows_together=walked_together(plan, direction),
     )
+
+
+def walked_together(plan: Plan, direction: Pass) -> int:
+    """Rows of equally long sequences that a list walks together."""
+    heads = listed_heads(plan, direction) // (1 if direction in OF_KEYS else plan.problem.group_size)
+    banded = plan.traits.HAS_LEFT or plan.traits.HAS_RIGHT
+    return rows_together(row_bytes(plan, direction), max(1, heads), banded=banded)

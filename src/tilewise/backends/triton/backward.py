@@ -137,14 +137,31 @@ def group_step(step, begin, upper, kv_head, BLOCK_M: tl.constexpr, T: tl.constex
 
 
 @triton.jit
-def described_stats(lse_desc, delta_desc, lse_unit, batch_idx, head, q_start, first, T: tl.constexpr):
-    """(lse, delta) of a tile of queries by TMA. By pointers each thread would copy what it needs, 32 times as much."""
-    at = head * lse_unit.stride_head + first
+def described_stat(desc, stats, batch_idx, head, q_start, first, T: tl.constexpr):
+    """A statistic of a tile of queries by TMA; `stats` are its rows. By pointers each thread would copy what it needs,
+    32 times as much.
+    """
+    at = head * stats.stride_head + first
     if T.PACKED_Q:
         at += (q_start // STAT_TILE + batch_idx) * STAT_TILE
     else:
-        at += batch_idx * lse_unit.stride_batch
-    return lse_desc.load([at.to(tl.int32)]), delta_desc.load([at.to(tl.int32)])
+        at += batch_idx * stats.stride_batch
+    return desc.load([at.to(tl.int32)])
+
+
+@triton.jit
+def load_stat(
+    stats, beyond, first, batch_idx, head, q_start, seqlen_q,
+    EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """A statistic of a tile of queries. Rows past the end are stored in whole tiles (except for single tokens, where
+    they are `beyond`): a mask that depends on the length would prevent vector loads.
+    """
+    m_row = first + tl.arange(0, BLOCK_M)
+    at = stat_base(stats, batch_idx, head, q_start, T) + m_row * stats.stride_row
+    if EDGE and T.PAGED and not T.PACKED_Q:
+        return tl.load(at, mask=m_row < seqlen_q, other=beyond)
+    return tl.load(at)
 
 
 @triton.jit
@@ -152,16 +169,9 @@ def load_stats(
     lse_unit, delta, first, batch_idx, head, q_start, seqlen_q,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """(lse, delta) of a tile of queries. Rows past the end are stored as +inf and 0 in whole tiles (except for single
-    tokens), which makes their P 0: a mask that depends on the length would prevent vector loads.
-    """
-    m_row = first + tl.arange(0, BLOCK_M)
-    lse_at = stat_base(lse_unit, batch_idx, head, q_start, T) + m_row * lse_unit.stride_row
-    delta_at = stat_base(delta, batch_idx, head, q_start, T) + m_row * delta.stride_row
-    if EDGE and T.PAGED and not T.PACKED_Q:
-        ok = m_row < seqlen_q
-        return tl.load(lse_at, mask=ok, other=float("inf")), tl.load(delta_at, mask=ok, other=0.0)
-    return tl.load(lse_at), tl.load(delta_at)
+    """(lse, delta) of a tile of queries: +inf and 0 past the end, which makes P 0."""
+    lse_tile = load_stat(lse_unit, float("inf"), first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+    return lse_tile, load_stat(delta, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
 
 
 @triton.jit
@@ -196,9 +206,8 @@ def key_gradient_loop(
             q_tile = load_queries(q_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
             dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
             if lse_desc is not None:
-                lse_tile, delta_tile = described_stats(
-                    lse_desc, delta_desc, lse_unit, batch_idx, head, q_start, first, T
-                )
+                lse_tile = described_stat(lse_desc, lse_unit, batch_idx, head, q_start, first, T)
+                delta_tile = described_stat(delta_desc, delta, batch_idx, head, q_start, first, T)
             else:
                 lse_tile, delta_tile = load_stats(
                     lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
@@ -499,12 +508,13 @@ def clear_tail(rows, cu_seqlens, batch):
     do_not_specialize=["seqlens_k", "queries", "keys", "dq", "dk", "dv", "num_rows", "num_stored", "num_heads", "batch"]
 )
 def row_stats_kernel(
-    out, dout, lse, dlse, lse_unit, delta, cu_seqlens_q, seqlens_k, queries, keys, dq, dk, dv, num_rows, num_stored,
-    num_heads, batch,
+    out, dout, lse, dlse, dot_out, dot_lse, lse_unit, delta, mean, rate, cu_seqlens_q, seqlens_k, queries, keys, dq,
+    dk, dv, num_rows, num_stored, num_heads, batch,
     T: tl.constexpr, BLOCK_M: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, IS_PAGED: tl.constexpr,
 ):  # fmt: skip
     """lse_unit and delta of BLOCK_M rows; +inf and 0 for rows that are stored but do not exist. Grid: row tile
-    (fastest), head, batch; packed sequences use the slots of one long sequence.
+    (fastest), head, batch; packed sequences use the slots of one long sequence. For second derivatives also lse' and
+    `rate` = rowsum(dout * out'): dot_out is None in a backward.
 
     In addition, all programs together list the tiles of `queries` and `keys` and clear the tails of dq, dk and dv.
     """
@@ -544,6 +554,16 @@ def row_stats_kernel(
     delta_at = head_base(delta, batch_idx, head, start, False) + places * delta.stride_row
     tl.store(lse_at, tl.where(empty, float("inf"), value), mask=places < num_stored)
     tl.store(delta_at, tl.where(empty, 0.0, sums), mask=places < num_stored)
+    if dot_out is not None:
+        base = head_base(dot_out, batch_idx, head, start, T.PACKED_Q)
+        dot_tile = load_rows(base, dot_out.stride_row, first, num_rows, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+        rates = tl.sum(dot_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+        at = head_base(dot_lse, batch_idx, head, start, T.PACKED_Q) + rows * dot_lse.stride_row
+        means = tl.load(at, mask=row_ok, other=0.0)
+        mean_at = head_base(mean, batch_idx, head, start, False) + places * mean.stride_row
+        rate_at = head_base(rate, batch_idx, head, start, False) + places * rate.stride_row
+        tl.store(mean_at, tl.where(empty, 0.0, means), mask=places < num_stored)
+        tl.store(rate_at, tl.where(empty, 0.0, rates), mask=places < num_stored)
 
 
 @triton.jit
@@ -606,13 +626,11 @@ def tile_score_gradient(
     return ds_bias
 
 
-@triton.jit(do_not_specialize=["sizes", "band", "scalars", "shape", "num_shares"])
-def bias_gradient_kernel(
-    q, k, v, dout, lse_unit, delta, dbias, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, sizes,
-    band, scalars, shape, num_shares,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One share of one dbias tile. `shape` is the bias's own 4-D shape; dbias is (num_shares, *shape), contiguous."""
+@triton.jit
+def bias_tile(shape, num_shares, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile of dbias that a program owns a share of, as (share, key tile, query tile, head, sequence), and its
+    repetitions, as (along queries, along keys, heads, first, end). `shape` is the bias's own 4-D shape.
+    """
     m_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
     n_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
     bias_batch, bias_heads, bias_rows, bias_cols = shape
@@ -629,13 +647,45 @@ def bias_gradient_kernel(
     n_reps = tl.where(bias_cols == 1, n_blocks, 1)
     head_reps = sizes.num_heads // bias_heads
     reps = m_reps * n_reps * head_reps * (sizes.batch // bias_batch)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     per_share = (reps + num_shares - 1) // num_shares
-    for rep in range(share * per_share, tl.minimum((share + 1) * per_share, reps)):
-        m_block = own_m_block + rep % m_reps
-        n_block = own_n_block + rep // m_reps % n_reps
-        head = own_head + rep // m_reps // n_reps % head_reps
-        batch_idx = own_batch + rep // m_reps // n_reps // head_reps
+    first, end = share * per_share, tl.minimum((share + 1) * per_share, reps)
+    return (share, own_n_block, own_m_block, own_head, own_batch), (m_reps, n_reps, head_reps, first, end)
+
+
+@triton.jit
+def repetition(rep, own, reps):
+    """(query tile, key tile, head, sequence) of a repetition of a bias tile."""
+    _share, own_n_block, own_m_block, own_head, own_batch = own
+    m_reps, n_reps, head_reps, _first, _end = reps
+    m_block = own_m_block + rep % m_reps
+    n_block = own_n_block + rep // m_reps % n_reps
+    head = own_head + rep // m_reps // n_reps % head_reps
+    batch_idx = own_batch + rep // m_reps // n_reps // head_reps
+    return m_block, n_block, head, batch_idx
+
+
+@triton.jit
+def store_bias_tile(acc, dbias, own, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Write a share of a tile; dbias is (num_shares, *shape), contiguous."""
+    share, own_n_block, own_m_block, own_head, own_batch = own
+    bias_batch, bias_heads, bias_rows, bias_cols = shape
+    rows = own_m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = own_n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    plane = ((share * bias_batch + own_batch).to(tl.int64) * bias_heads + own_head) * bias_rows * bias_cols
+    store_reduced(acc, dbias + plane, rows, cols, bias_rows, bias_cols)
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars", "shape", "num_shares"])
+def bias_gradient_kernel(
+    q, k, v, dout, lse_unit, delta, dbias, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, sizes,
+    band, scalars, shape, num_shares,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One share of one dbias tile."""
+    own, reps = bias_tile(shape, num_shares, sizes, BLOCK_M, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for rep in range(reps[3], reps[4]):
+        m_block, n_block, head, batch_idx = repetition(rep, own, reps)
         q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
         if tile_is_seen(m_block * BLOCK_M, n_block * BLOCK_N, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T):
@@ -644,10 +694,7 @@ def bias_gradient_kernel(
                 scalars, batch_idx, head, m_block * BLOCK_M, n_block * BLOCK_N, q_start, seqlen_q, k_start, seqlen_k,
                 BLOCK_M, BLOCK_N, T
             )  # fmt: skip
-    rows = own_m_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = own_n_block * BLOCK_N + tl.arange(0, BLOCK_N)
-    plane = ((share * bias_batch + own_batch).to(tl.int64) * bias_heads + own_head) * bias_rows * bias_cols
-    store_reduced(acc, dbias + plane, rows, cols, bias_rows, bias_cols)
+    store_bias_tile(acc, dbias, own, shape, BLOCK_M, BLOCK_N)
 
 
 @triton.jit

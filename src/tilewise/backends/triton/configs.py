@@ -17,7 +17,9 @@ import torch
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-Pass = Literal["forward", "dkdv", "dq", "decode", "dbias"]
+Pass = Literal[
+    "forward", "dkdv", "dq", "decode", "dbias", "tangent", "twice_dkdv", "twice_dq", "twice_dbias"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,24 @@ _HOPPER: dict[Pass, Table] = {
         256: Config(128, 64, 8, 1, joined=True),
         512: Config(32, 16, 8, 1),
     },
+    # Tangents and second derivatives were not measured yet. These tiles spill at most 264 bytes, and wgmma is not
+    # serialised.
+    "tangent": {
+        64: Config(64, 64, 4, 2, boxes=True),
+        128: Config(128, 64, 8, 2, boxes=True),
+        256: Config(32, 32, 8, 1, boxes=True),
+    },
+    "twice_dkdv": {
+        64: Config(64, 64, 4, 2, boxes=True),
+        # Two programs fit an SM.
+        128: Config(32, 64, 4, 2, boxes=True),
+        256: Config(32, 32, 8, 1, boxes=True),
+    },
+    "twice_dq": {
+        64: Config(64, 64, 4, 2, boxes=True),
+        128: Config(128, 64, 8, 2, boxes=True),
+        256: Config(32, 16, 8, 1, boxes=True),
+    },
 }
 
 # Forward tiles for problems with plain scores and no padding. With few keys, starting a program and waiting for memory
@@ -151,6 +171,21 @@ _LARGE_SMEM: dict[Pass, Table] = {
         256: Config(32, 32, 8, 1),
         512: Config(16, 16, 8, 1),
     },
+    "tangent": {
+        64: Config(64, 64, 4, 2),
+        128: Config(64, 32, 8, 2),
+        256: Config(32, 32, 8, 1),
+    },
+    "twice_dkdv": {
+        64: Config(32, 64, 4, 2),
+        128: Config(32, 64, 8, 1),
+        256: Config(16, 32, 8, 1),
+    },
+    "twice_dq": {
+        64: Config(64, 32, 4, 2),
+        128: Config(32, 32, 8, 1),
+        256: Config(32, 16, 8, 1),
+    },
 }
 
 _SMALL_SMEM: dict[Pass, Table] = {
@@ -171,6 +206,21 @@ _SMALL_SMEM: dict[Pass, Table] = {
         128: Config(64, 32, 4, 1),
         256: Config(32, 16, 4, 1),
         512: Config(16, 16, 8, 1),
+    },
+    "tangent": {
+        64: Config(64, 32, 4, 2),
+        128: Config(64, 32, 8, 1),
+        256: Config(16, 32, 4, 1),
+    },
+    "twice_dkdv": {
+        64: Config(32, 64, 4, 1),
+        128: Config(16, 64, 8, 1),
+        256: Config(16, 16, 4, 1),
+    },
+    "twice_dq": {
+        64: Config(64, 32, 4, 1),
+        128: Config(32, 32, 8, 1),
+        256: Config(16, 16, 4, 1),
     },
 }
 
@@ -195,6 +245,21 @@ _RICH: dict[Pass, Table] = {
         256: Config(32, 16, 8, 1),
         512: Config(16, 16, 8, 1),
     },
+    "tangent": {
+        64: Config(64, 32, 4, 1),
+        128: Config(32, 32, 8, 1),
+        256: Config(16, 32, 8, 1),
+    },
+    "twice_dkdv": {
+        64: Config(32, 32, 4, 1),
+        128: Config(16, 32, 8, 1),
+        256: Config(16, 16, 8, 1),
+    },
+    "twice_dq": {
+        64: Config(32, 32, 4, 1),
+        128: Config(32, 16, 8, 1),
+        256: Config(16, 16, 8, 1),
+    },
 }
 
 # fp32 products run on the ordinary units. Larger tiles spill, because the products are unrolled.
@@ -217,6 +282,9 @@ _SINGLE: dict[Pass, Table] = {
         256: Config(16, 16, 8, 1),
         512: Config(16, 16, 8, 1),
     },
+    "tangent": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)},
+    "twice_dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 16, 8, 1)},
+    "twice_dq": {64: Config(32, 16, 8, 1), 128: Config(16, 16, 8, 1)},
 }
 
 # e4m3 is widened to fp16 in registers, which takes another copy of a tile.
@@ -259,6 +327,10 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
     "dbias": {
         2: {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 8, 1), 512: Config(16, 16, 8, 1)},
         4: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1), 512: Config(16, 16, 8, 1)},
+    },
+    "twice_dbias": {
+        2: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
+        4: {64: Config(16, 16, 4, 1), 128: Config(16, 16, 8, 1)},
     },
 }
 

@@ -21,18 +21,19 @@ from tilewise.backends.gpu import launching
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
-from tilewise.backends.gpu.work_list import list_call, list_size, rows_together
+from tilewise.backends.gpu.work_list import list_call, list_size
 from tilewise.backends.triton import backward as bwd
 from tilewise.backends.triton import configs, decode, forward
 from tilewise.backends.triton.arguments import (
+    ONCE,
     STAT_TILE,
+    Passes,
     Views,
     box_descriptors,
     dense_rows,
     is_listed,
     key_descriptors,
     key_rows,
-    list_words,
     listed_heads,
     listed_tiles,
     listing_arguments,
@@ -43,11 +44,14 @@ from tilewise.backends.triton.arguments import (
     scale_arguments,
     score_arguments,
     single_address,
+    stat_arguments,
     stat_descriptors,
     stat_rows,
     stored_rows,
+    walked_together,
     work_address,
     workspace_rows,
+    workspace_words,
 )  # fmt: skip
 from tilewise.backends.triton.configs import MAX_SPLITS, Config, padded
 from tilewise.backends.triton.planning import Plan, of_rows, plan_for
@@ -81,7 +85,7 @@ class TunablePass(Pass):
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    operands = _ready(problem, operands)
+    operands = ready(problem, operands)
     made = launching.bound_to(forward_pass, problem, operands, operands.q, True).run(operands)
     out, lse = launching.heads_first(problem, made["out"]), made["lse"]
     if problem.batch == 0 or problem.seqlen_q == 0:
@@ -102,7 +106,7 @@ def _bindable(problem: AttentionProblem) -> bool:
     return not (nothing or problem.dropout > 0.0 or configs.overrides() is not None)
 
 
-def _ready(problem: AttentionProblem, operands: Operands) -> Operands:
+def ready(problem: AttentionProblem, operands: Operands) -> Operands:
     """The operands with the seed on the device, and the lists of a tile mask."""
     if problem.tiles_shape is not None and operands.tile_lists is None:
         assert operands.tiles is not None
@@ -207,25 +211,17 @@ def run_backward(
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     if problem.batch == 0 or problem.seqlen_q == 0:
-        return _zero_gradients(problem, operands, wanted)
-    operands = _ready(problem, operands)
-    paged = problem.page_size is not None and (wanted.dk or wanted.dv)
-    order = _pages_in_order(problem, operands) if paged else ()
+        return zero_gradients(problem, operands, wanted)
+    operands = ready(problem, operands)
+    order = pages_in_order(problem, operands, wanted)
     given = (dout, dlse, out, lse, *operands)
     made = launching.bound_to(backward_pass, problem, given, operands.q, wanted).run((*given, *order))
-    dq, dk, dv = (launching.heads_first(problem, made[name]) if name in made else None for name in ("dq", "dk", "dv"))
-    dk, dv = made.get("dk_pages", dk), made.get("dv_pages", dv)
-    if problem.seqlen_k == 0:
-        for gradient in (dk, dv):
-            if gradient is not None:
-                gradient.zero_()
-    return Gradients(
-        dq,
-        dk,
-        dv,
-        dbias=_summed(made["dbias"], operands) if wanted.dbias else None,
-        dsinks=_sink_gradient(problem, operands, made["workspace"]) if wanted.dsinks else None,
-    )
+    dq, dk, dv = row_gradients(problem, made)
+    dsinks = None
+    if wanted.dsinks:
+        weight, delta = sink_statistics(problem, operands, made["workspace"])
+        dsinks = summed_over_rows(problem, operands, -weight * delta)
+    return Gradients(dq, dk, dv, dbias=summed_shares(made["dbias"], operands) if wanted.dbias else None, dsinks=dsinks)
 
 
 def bind_backward(
@@ -237,35 +233,57 @@ def bind_backward(
     return launching.bound_to(backward_pass, problem, given, q, wanted)
 
 
-def _pages_in_order(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
+def row_gradients(problem: AttentionProblem, made: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+    """(dq, dk, dv) of what a pass made; None for those it did not make."""
+    dq, dk, dv = (launching.heads_first(problem, made[name]) if name in made else None for name in ("dq", "dk", "dv"))
+    dk, dv = made.get("dk_pages", dk), made.get("dv_pages", dv)
+    if problem.seqlen_k == 0:
+        for gradient in (dk, dv):
+            if gradient is not None:
+                gradient.zero_()
+    return dq, dk, dv
+
+
+def pages_in_order(problem: AttentionProblem, operands: Operands, wanted: Wanted) -> tuple[Tensor, ...]:
+    """Table entries in the order that the gradients of pages are summed in; nothing where there are none."""
+    if problem.page_size is None or not (wanted.dk or wanted.dv):
+        return ()
     assert operands.block_table is not None
     assert operands.seqlens_k is not None
-    assert problem.page_size is not None
     return bwd.entries_by_page(operands.block_table, operands.seqlens_k, operands.k.shape[0], problem.page_size)
 
 
-def _summed(parts: Tensor, operands: Operands) -> Tensor:
+def summed_shares(parts: Tensor, operands: Operands) -> Tensor:
+    """Dbias of its partial sums."""
     assert operands.bias is not None
     return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(operands.bias.dtype)
 
 
-def _sink_gradient(problem: AttentionProblem, operands: Operands, workspace: Tensor) -> Tensor:
-    """-sum over rows of exp(sink - lse) * delta, in a fixed order."""
+def sink_statistics(
+    problem: AttentionProblem, operands: Operands, workspace: Tensor, passes: Passes = ONCE
+) -> tuple[Tensor, ...]:
+    """exp(sink - lse) of every row, and the statistics that follow lse in the workspace."""
     assert operands.sinks is not None
     plan = plan_for(problem, devices.of(operands.q.device), operands.cu_seqlens_q is not None)
     dense = problem.kind == "dense"
     packed = plan.traits.PACKED_Q
     length = problem.seqlen_q if dense else stored_rows(plan) if packed else problem.total_q
-    shape = (2, problem.batch, problem.num_heads, -1) if dense else (2, problem.num_heads, -1)
-    statistics = workspace[: 2 * workspace_rows(plan, 0)[1]]
-    lse_unit, delta = statistics.view(shape)[..., :length]
+    heads = (problem.batch, problem.num_heads) if dense else (problem.num_heads,)
+    statistics = workspace[: passes.num_stats * workspace_rows(plan, 0)[1]]
+    lse_unit, *others = statistics.view(passes.num_stats, *heads, -1)[..., :length]
     unit = 1.0 if plan.traits.TRANSFORMED else LN2
-    weight = torch.exp2((operands.sinks.float().view(-1, 1) - lse_unit * unit) * LOG2E)
-    total: Tensor = (weight * delta).sum((0, 2) if dense else 1)
-    return -total.to(operands.sinks.dtype)
+    return torch.exp2((operands.sinks.float().view(-1, 1) - lse_unit * unit) * LOG2E), *others
 
 
-def _zero_gradients(problem: AttentionProblem, operands: Operands, wanted: Wanted) -> Gradients:
+def summed_over_rows(problem: AttentionProblem, operands: Operands, terms: Tensor) -> Tensor:
+    """The gradient of the sinks, in a fixed order."""
+    assert operands.sinks is not None
+    total: Tensor = terms.sum((0, 2) if problem.kind == "dense" else 1)
+    return total.to(operands.sinks.dtype)
+
+
+def zero_gradients(problem: AttentionProblem, operands: Operands, wanted: Wanted) -> Gradients:
+    """The gradients of a problem without queries."""
     q, k, v = (torch.zeros_like(t) for t in operands[:3])
     bias = operands.bias
     dbias = None if bias is None or problem.bias_shape is None else bias.new_zeros(problem.bias_shape)
@@ -282,9 +300,9 @@ def backward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, vie
 def _prepare_backward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
     views = named_views(BACKWARD_GIVEN, raw)
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    calls, gradients = backward_calls(problem, device, views, wanted), _gradient_allocations(plan, views, wanted)
-    words = 2 * workspace_rows(plan, 0)[1] + list_words(plan)
-    made = launching.in_layout(problem, gradients) | {"workspace": Allocation.contiguous((words,), torch.float32)}
+    calls, gradients = backward_calls(problem, device, views, wanted), gradient_allocations(plan, views, wanted)
+    workspace = Allocation.contiguous((workspace_words(plan),), torch.float32)
+    made = launching.in_layout(problem, gradients) | {"workspace": workspace}
     read = (*gradients, "workspace") if wanted.dsinks else tuple(gradients)
     return _kind()(calls, GIVEN, made, device, index, read=read, copied=_copied_sinks(views))
 
@@ -292,7 +310,10 @@ def _prepare_backward(problem: AttentionProblem, device: DeviceSpec, index: int,
 _kept_backward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_backward)
 
 
-def _gradient_allocations(plan: Plan, views: Views, wanted: Wanted) -> dict[str, Allocation]:
+def gradient_allocations(
+    plan: Plan, views: Views, wanted: Wanted, bias_pass: configs.Pass = "dbias"
+) -> dict[str, Allocation]:
+    """What a backward makes: gradients, rows of pages before they are summed, shares of dbias."""
     problem, made = plan.problem, dict[str, Allocation]()
     queries, keys = (problem.num_heads, problem.seqlen_q, problem.total_q), (problem.num_kv_heads, problem.seqlen_k)
     if wanted.dq:
@@ -307,7 +328,7 @@ def _gradient_allocations(plan: Plan, views: Views, wanted: Wanted) -> dict[str,
                 shape = (num_pages, problem.page_size, problem.num_kv_heads, dim)
                 made[f"{name}_pages"] = Allocation.contiguous(shape, problem.dtype)
     if wanted.dbias:
-        shares, _ = bias_shares(plan)
+        shares, _ = bias_shares(plan, bias_pass)
         assert problem.bias_shape is not None
         dtype = views["bias"].dtype if shares == 1 else torch.float32
         made["dbias"] = Allocation.contiguous((shares, *problem.bias_shape), dtype)
@@ -319,7 +340,7 @@ def backward_calls(
 ) -> list[KernelCall]:
     """The kernels of a backward call."""
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    made = _gradient_allocations(plan, views, wanted)
+    made = gradient_allocations(plan, views, wanted)
     given = {name: allocation.view for name, allocation in made.items()}
     shared = shared_arguments(plan, views)
     calls = [stats_call(plan, views, given)]
@@ -355,7 +376,7 @@ def tiled_calls(plan: Plan, views: Views) -> list[KernelCall]:
     arguments["DIRECT"] = direct = _is_direct(plan, config)
     arguments |= {"work": None, "sizes": plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)}
     tiles = triton.cdiv(plan.sizes.seqlen_q, config.block_m)
-    call = _tiled(forward.forward_kernel, tiles * problem.num_heads * problem.batch, arguments, config)
+    call = tiled(forward.forward_kernel, tiles * problem.num_heads * problem.batch, arguments, config)
     return [replace(call, grid=(tiles, problem.num_heads, problem.batch)) if direct else call]
 
 
@@ -367,8 +388,8 @@ def _listed_calls(plan: Plan, arguments: dict[str, Any], config: Config) -> list
     waves = triton.cdiv(plan.problem.num_heads, heads)
     direct = max(tiles, waves) <= MAX_GRID_SIDE
     arguments |= {"work": WORK, "sizes": plan.sizes._replace(heads_per_wave=heads), "DIRECT": direct}
-    call = _tiled(forward.forward_kernel, tiles * plan.problem.num_heads, arguments, config)
-    return [_listing(plan, config, heads), replace(call, grid=(heads, tiles, waves)) if direct else call]
+    call = tiled(forward.forward_kernel, tiles * plan.problem.num_heads, arguments, config)
+    return [_listing(plan, config), replace(call, grid=(heads, tiles, waves)) if direct else call]
 
 
 def _is_direct(plan: Plan, config: Config) -> bool:
@@ -388,13 +409,10 @@ def forward_list_words(plan: Plan) -> int:
     return list_size(listed_tiles(plan, "forward")) if _takes_list(plan) else 0
 
 
-def _listing(plan: Plan, config: Config, heads: int) -> KernelCall:
-    """The kernel that lists the tiles of queries; `heads` heads are walked together."""
-    problem = plan.problem
-    row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    banded = plan.traits.HAS_LEFT or plan.traits.HAS_RIGHT
-    together = rows_together(row_bytes, max(1, heads // problem.group_size), banded=banded)
-    return list_call(problem, WORK, config.block_m, together=together, cleared=("out", "lse", None, None))
+def _listing(plan: Plan, config: Config) -> KernelCall:
+    """The kernel that lists the tiles of queries."""
+    together = walked_together(plan, "forward")
+    return list_call(plan.problem, WORK, config.block_m, together=together, cleared=("out", "lse", None, None))
 
 
 def _results(plan: Plan, views: Views) -> dict[str, Any]:
@@ -434,7 +452,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
     rows = plan.sizes.seqlen_q * problem.group_size
     config = replace(config, block_m=max(config.block_m, triton.next_power_of_2(rows)))
-    call = _tiled(decode.decode_kernel, splits * problem.num_kv_heads * problem.batch, arguments, config)
+    call = tiled(decode.decode_kernel, splits * problem.num_kv_heads * problem.batch, arguments, config)
     return [call, _combine_call(plan, views, parts)] if num_out else [call]
 
 
@@ -457,9 +475,9 @@ def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall
     return KernelCall(decode.combine_kernel, (programs, 1, 1), arguments, 4, 1)
 
 
-def stats_call(plan: Plan, views: Views, made: Collection[str]) -> KernelCall:
-    """The kernel that fills the workspace: lse in the unit of the scores, delta, and the lists of packed tiles that the
-    kernels of the gradients in `made` need.
+def stats_call(plan: Plan, views: Views, made: Collection[str], passes: Passes = ONCE) -> KernelCall:
+    """The kernel that fills the workspace: lse in the unit of the scores, delta (for second derivatives also lse' and
+    dout . out'), and the lists of packed tiles that the kernels of the gradients in `made` need.
     """
     problem = plan.problem
     dense = problem.kind == "dense"
@@ -467,36 +485,41 @@ def stats_call(plan: Plan, views: Views, made: Collection[str]) -> KernelCall:
     num_stored = stored_rows(plan)
 
     def rows(name: str) -> Any:
+        if name not in views:
+            return None
         if dense:
             return dense_rows(problem, name, views[name], problem.num_heads)
         return packed_rows(name, views[name], problem.num_heads)
 
     block_m = STATS_ROWS if plan.traits.BLOCK_DV <= 256 else STATS_ROWS // 4
-    arguments = {
-        "out": rows("out"),
-        "dout": rows("dout"),
-        "lse": stat_rows(plan, "lse", views["lse"], packed=True),
-        "dlse": stat_rows(plan, "dlse", views["dlse"], packed=True) if "dlse" in views else None,
-        "lse_unit": workspace_rows(plan, 0, packed=True)[0],
-        "delta": workspace_rows(plan, 1, packed=True)[0],
-        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
-        "num_rows": num_rows,
-        "num_stored": num_stored,
-        "num_heads": problem.num_heads,
-        "batch": problem.batch,
-        "T": of_rows(plan.traits),
-        "BLOCK_M": block_m,
-    } | listing_arguments(plan, made)
+    once = dict.fromkeys(("dot_out", "dot_lse", "mean", "rate"))
+    arguments = (
+        once
+        | {
+            **{name: rows(name) for name in ("out", "dout", "dot_out")},
+            **{
+                n: stat_rows(plan, n, views[n], packed=True) if n in views else None for n in ("lse", "dlse", "dot_lse")
+            },
+            **stat_arguments(plan, passes, packed=True),
+            "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
+            "num_rows": num_rows,
+            "num_stored": num_stored,
+            "num_heads": problem.num_heads,
+            "batch": problem.batch,
+            "T": of_rows(plan.traits),
+            "BLOCK_M": block_m,
+        }
+        | listing_arguments(plan, made, passes)
+    )
     programs = triton.cdiv(num_stored, block_m) * problem.num_heads * batch
     return KernelCall(bwd.row_stats_kernel, (programs, 1, 1), arguments, 4, 1)
 
 
-def shared_arguments(plan: Plan, views: Views) -> dict[str, Any]:
+def shared_arguments(plan: Plan, views: Views, passes: Passes = ONCE) -> dict[str, Any]:
     """Arguments of every backward kernel that computes scores."""
     return score_arguments(plan, views) | {
         "dout": query_rows(plan, "dout", views["dout"]),
-        "lse_unit": workspace_rows(plan, 0)[0],
-        "delta": workspace_rows(plan, 1)[0],
+        **stat_arguments(plan, passes),
     }
 
 
@@ -507,13 +530,8 @@ def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) ->
         raise ValueError(f"statistics are stored in tiles of {STAT_TILE} rows, not of {config.block_m}")
     width = problem.head_dim + problem.head_dim_v
     bytes_per_head = problem.seqlen_q * width * problem.dtype.itemsize * problem.group_size
-    if problem.kind == "paged":
-        rows = {n: dense_rows(problem, n, view, problem.num_kv_heads) for n, view in (("dk", dk), ("dv", dv))}
-    else:
-        rows = {n: key_rows(problem, n, view) for n, view in (("dk", dk), ("dv", dv))}
-    arguments = (
-        shared | rows | {"work": work_address(plan, "dkdv"), "EARLY_DP": config.early_dp, "JOINED": config.joined}
-    )
+    arguments = shared | key_gradient_rows(problem, dk, dv)
+    arguments |= {"work": work_address(plan, "dkdv"), "EARLY_DP": config.early_dp, "JOINED": config.joined}
     arguments |= query_descriptors(plan, shared, config) | stat_descriptors(plan, config)
     if is_listed(plan, "dkdv"):
         arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dkdv"))
@@ -521,7 +539,15 @@ def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) ->
     else:
         arguments["sizes"] = plan.sizes_streaming(config, bytes_per_head, 1)
         tiles = triton.cdiv(problem.seqlen_k, config.block_n) * problem.batch
-    return _tiled(bwd.key_gradient_kernel, tiles * problem.num_kv_heads, arguments, config)
+    return tiled(bwd.key_gradient_kernel, tiles * problem.num_kv_heads, arguments, config)
+
+
+def key_gradient_rows(problem: AttentionProblem, dk: View, dv: View) -> dict[str, Any]:
+    """Rows of dk and dv; of paged keys, one row per (sequence, key)."""
+    pair = (("dk", dk), ("dv", dv))
+    if problem.kind == "paged":
+        return {n: dense_rows(problem, n, view, problem.num_kv_heads) for n, view in pair}
+    return {n: key_rows(problem, n, view) for n, view in pair}
 
 
 def page_rows_shape(plan: Plan, dim: int) -> tuple[int, int, int, int]:
@@ -564,33 +590,40 @@ def query_gradient_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelC
     else:
         arguments["sizes"] = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
         tiles = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.batch
-    return _tiled(bwd.query_gradient_kernel, tiles * problem.num_heads, arguments, config)
+    return tiled(bwd.query_gradient_kernel, tiles * problem.num_heads, arguments, config)
 
 
-def bias_shares(plan: Plan) -> tuple[int, int]:
+def bias_shares(plan: Plan, bias_pass: configs.Pass) -> tuple[int, int]:
     """(programs that share the work of one bias tile, bias tiles)."""
-    shape, config = plan.problem.bias_shape, plan.config("dbias")
+    shape, config = plan.problem.bias_shape, plan.config(bias_pass)
     assert shape is not None
     tiles = shape[0] * shape[1] * triton.cdiv(shape[2], config.block_m) * triton.cdiv(shape[3], config.block_n)
     # Enough programs for two waves. The partial sums take at most that many times the bias.
     return max(1, min(64, 2 * plan.device.num_sms // max(1, tiles))), tiles
 
 
-def bias_gradient_call(plan: Plan, shared: dict[str, Any], dbias: View) -> KernelCall:
+def bias_gradient_call(
+    plan: Plan,
+    shared: dict[str, Any],
+    dbias: View,
+    bias_pass: configs.Pass = "dbias",
+    kernel: Any = bwd.bias_gradient_kernel,
+) -> KernelCall:
     """The kernel that writes partial sums of dbias."""
     shape = plan.problem.bias_shape
     assert shape is not None
-    shares, tiles = bias_shares(plan)
+    shares, tiles = bias_shares(plan, bias_pass)
     arguments = shared | {
         "dbias": Address("dbias", dbias.dtype),
         # Broadcast dimensions are compiled in.
         "shape": tuple(Fixed(1) if size == 1 else size for size in shape),
         "num_shares": shares,
     }
-    return _tiled(bwd.bias_gradient_kernel, shares * tiles, arguments, plan.config("dbias"))
+    return tiled(kernel, shares * tiles, arguments, plan.config(bias_pass))
 
 
-def _tiled(kernel: Any, programs: int, arguments: dict[str, Any], config: Config) -> KernelCall:
+def tiled(kernel: Any, programs: int, arguments: dict[str, Any], config: Config) -> KernelCall:
+    """A kernel call with the tiles of a configuration."""
     tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     shape = (config.num_warps, config.num_stages, config.max_registers)
     return KernelCall(kernel, (programs, 1, 1), arguments | tiles, *shape)

@@ -163,6 +163,17 @@ class Traits:
     E4M3_INSTRUCTION: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Along:
+    """Which operands have a tangent, in the passes beyond the backward."""
+
+    Q: bool
+    K: bool
+    V: bool
+    BIAS: bool
+    SINKS: bool
+
+
 class Plan(NamedTuple):
     """The launch plan of a problem, shared by all its calls."""
 

@@ -1,0 +1,328 @@
+"""Tangents: out, lse, out' and lse' of a query tile in one pass over its keys (docs/derivatives.md).
+
+The loop is the forward's. Next to the scores it computes S' = scale (q'.k + q.k'), with softcap's slope and the tangent
+of a bias, and keeps two more sums: P S' of a row, and P ((S' - mean) v + v'). `mean` is P S' / P over the keys so far,
+which ends as lse'. Without it the part of S' that all keys of a row share would be rounded in products of 16 bits, and
+cancel only afterwards. When `mean` moves, the sum is corrected by that much of P v.
+
+A tangent that is None is zero, and its products are not computed. Programs, tiles and lists of packed sequences are
+those of the forward.
+"""
+
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806, RET505
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.gpu.work_list import clear_rows, listed_item
+from tilewise.backends.triton.forward import finish, initial_state, plain_step, with_endless_sinks
+from tilewise.backends.triton.primitives import (
+    LOG2E,
+    NEG_INF,
+    around_gap,
+    box_place,
+    dot,
+    dot_add,
+    dropout_keep,
+    head_base,
+    keep_in_band,
+    key_pages,
+    key_range,
+    key_span,
+    load_box,
+    load_columns,
+    load_keys,
+    load_rows,
+    natural_scores,
+    page_base,
+    query_span,
+    row_pointers,
+    score_terms,
+    softmax_step,
+    store_box,
+    store_rows,
+    work_item,
+    zeros,
+)
+
+# Elements of lse' that a program clears at a time.
+CLEARED = tl.constexpr(1024)
+
+
+@triton.jit
+def key_origin(rows, desc, kv_head, batch_idx, k_start, seqlen_k, T: tl.constexpr):
+    """Where keys (or values, or their tangents) of a sequence begin: coordinates with a box, else a pointer; 0 without
+    rows.
+
+    A source of keys is (rows, origin, table, box). Kernels build it themselves: Triton 3.6 returns no tuple with None.
+    """
+    if rows is None:
+        return 0
+    elif desc is not None:
+        return box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
+    elif T.PAGED:
+        return page_base(rows, kv_head)
+    else:
+        return head_base(rows, batch_idx, kv_head, k_start, T.PACKED_K)
+
+
+@triton.jit
+def page_table(lengths, batch_idx, T: tl.constexpr):
+    """Pointer to the table entries of a sequence; 0 without pages."""
+    if T.PAGED:
+        return lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
+    else:
+        return 0
+
+
+@triton.jit
+def load_source(
+    source, pages, first, seqlen_k,
+    CHECK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """A tile of a source of keys (see key_origin)."""
+    rows, origin, table, desc = source
+    if desc is not None:
+        return load_box(desc, origin, first, BLOCK_N, DIM)
+    else:
+        return load_keys(
+            (rows, origin, table, None, 0, 0, 0), pages, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D, T
+        )
+
+
+@triton.jit
+def load_query_tile(
+    rows, desc, batch_idx, head, q_start, first, seqlen_q,
+    CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """A tile of q, dout or the tangent of q, by a box if there is one."""
+    if desc is not None:
+        return load_box(desc, box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q), first, BLOCK_M, DIM)
+    else:
+        base = head_base(rows, batch_idx, head, q_start, T.PACKED_Q)
+        return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
+
+
+@triton.jit
+def product_tangents(a, b, dot_a, dot_b, HAS_A: tl.constexpr, HAS_B: tl.constexpr, T: tl.constexpr):
+    """The tangent of a b^T: a' b^T + a b'^T, without the products of absent tangents."""
+    if HAS_A and HAS_B:
+        return dot_add(dot_a, tl.trans(b), dot(a, tl.trans(dot_b), T), T)
+    elif HAS_A:
+        return dot(dot_a, tl.trans(b), T)
+    elif HAS_B:
+        return dot(a, tl.trans(dot_b), T)
+    else:
+        return zeros(a.shape[0], b.shape[0])
+
+
+@triton.jit
+def bias_tangent_rows(dot_bias, batch_idx, head, m_idx, seqlen_q):
+    """(pointers to key 0 of the rows, stride of columns) of the tangent of a bias; zeros without one."""
+    if dot_bias is None:
+        return 0, 0
+    else:
+        return row_pointers(dot_bias, batch_idx, head, m_idx, seqlen_q), dot_bias.stride_col
+
+
+@triton.jit
+def score_tangents(
+    products, p, capped, dot_bias, n_idx, seqlen_k, scalars, CHECK: tl.constexpr, A: tl.constexpr, T: tl.constexpr
+):
+    """(raw', S') of a tile: the tangents of scale q.k and of the score. 0 where P is: scores that no row sees may have
+    overflowed.
+    """
+    raw = tl.where(p > 0.0, products * scalars.scale, 0.0)
+    score = raw
+    if T.HAS_SOFTCAP:
+        ratio = capped / scalars.softcap
+        score = raw * (1.0 - ratio * ratio)
+    if A.BIAS:
+        score += load_columns(dot_bias[0], dot_bias[1], n_idx, seqlen_k, CHECK).to(tl.float32)
+    return raw, score
+
+
+@triton.jit
+def row_mean(sums, row_sum):
+    """Sums over P divided by the sum of P; 0 for rows without keys."""
+    return sums / tl.where(row_sum == 0.0, 1.0, row_sum)
+
+
+@triton.jit
+def tangent_loop(
+    state, q_tile, dot_q_tile, k_source, v_source, dot_k_source, dot_v_source, place, terms, dot_bias, scalars, band,
+    seqlen_q, seqlen_k, begin, gap_begin, gap_end, end, full_begin, full_end,
+    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Advance a query tile over the keys begin..gap_begin and gap_end..end. EDGE tiles are masked. BOXED: so are those
+    that are not between full_begin and full_end. The state: sums of P v and P ((S' - mean) v + v'), row_max, row_sum,
+    sum of P S'.
+    """
+    acc, dot_acc, row_max, row_sum, dot_sum = state
+    mean = row_mean(dot_sum, row_sum)
+    m_idx, head, batch_idx = place
+    scale_log2 = scalars.scale * LOG2E
+    # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
+    stop = gap_begin + tl.maximum(end - gap_end, 0)
+    if begin < stop:
+        tl.assume(begin < stop)
+        pages = key_pages(k_source, around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
+        for position in tl.range(begin, stop, BLOCK_N):
+            first = around_gap(position, gap_begin, gap_end, EDGE)
+            n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+            k_tile = load_source(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+            dot_k_tile = k_tile
+            if A.K:
+                dot_k_tile = load_source(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+            dots = dot(q_tile, tl.trans(k_tile), T)
+            products = product_tangents(q_tile, k_tile, dot_q_tile, dot_k_tile, A.Q, A.K, T)
+            scores, capped = dots, dots
+            if T.TRANSFORMED:
+                # The last tile of boxed keys may be incomplete, so a bias is read with its bound checked.
+                scores, capped = natural_scores(
+                    dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE or BOXED, T
+                )
+            if BOXED:
+                if (first < full_begin) | (first >= full_end):
+                    scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+            elif EDGE:
+                scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+            tops = tl.max(scores, 1)
+            if T.TRANSFORMED:
+                p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
+            else:
+                p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scale_log2, T)
+            score = products
+            if A.Q or A.K or A.BIAS:
+                _, score = score_tangents(
+                    products, p, capped, dot_bias, n_idx, seqlen_k, scalars, EDGE or BOXED, A, T
+                )  # fmt: skip
+                dot_sum = dot_sum * alpha + tl.sum(p * score, 1)
+            else:
+                dot_sum = dot_sum * alpha
+            new_mean = row_mean(dot_sum, row_sum)
+            dot_acc = (dot_acc + (mean - new_mean)[:, None] * acc) * alpha[:, None]
+            mean = new_mean
+            acc = acc * alpha[:, None]
+            v_tile = load_source(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            kept = p
+            if T.HAS_DROPOUT:
+                keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+                kept = tl.where(keep, p, 0.0)
+            weights = kept.to(v_tile.dtype)
+            acc = dot_add(weights, v_tile, acc, T)
+            if A.Q or A.K or A.BIAS or A.SINKS:
+                dot_acc = dot_add((kept * (score - mean[:, None])).to(v_tile.dtype), v_tile, dot_acc, T)
+            if A.V:
+                dot_v_tile = load_source(
+                    dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T
+                )
+                dot_acc = dot_add(weights, dot_v_tile, dot_acc, T)
+            if T.PAGED:
+                following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
+                pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
+    return acc, dot_acc, row_max, row_sum, dot_sum
+
+
+@triton.jit
+def clear_tails(out, lse, dot_out, dot_lse, lengths, sizes, T: tl.constexpr):
+    """Rows of packed results that belong to no sequence, with all programs together: -inf in lse, 0 in the others."""
+    begin = tl.load(lengths.cu_seqlens_q + sizes.batch)
+    width = sizes.num_heads * T.HEAD_DIM_V
+    clear_rows(out.ptr, lse.ptr, begin, sizes.total_q, sizes.num_heads, width)
+    clear_rows(dot_out.ptr, None, begin, sizes.total_q, sizes.num_heads, width)
+    for row in range(begin + tl.program_id(0), sizes.total_q, tl.num_programs(0)):
+        for first in range(0, sizes.num_heads, CLEARED):
+            heads = first + tl.arange(0, CLEARED)
+            at = dot_lse.ptr + heads.to(tl.int64) * dot_lse.stride_head + row * dot_lse.stride_row
+            tl.store(at, tl.zeros([CLEARED], tl.float32), mask=heads < sizes.num_heads)
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+def tangent_kernel(
+    q, k, v, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dot_q_desc, dot_k_desc, dot_v_desc, out_desc, dot_out_desc,
+    out, lse, dot_out, dot_lse, bias, dot_bias, mask, alibi_slopes, sinks, dot_sinks, seed_ptr, lengths, work, sizes,
+    band, scalars,
+    T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute out, lse and their tangents of one (query tile, head, sequence)."""
+    BOXED: tl.constexpr = q_desc is not None
+    if T.PACKED_Q:
+        clear_tails(out, lse, dot_out, dot_lse, lengths, sizes, T)
+    if work is not None:
+        num_blocks = sizes.total_q // BLOCK_M + sizes.batch
+        block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
+            work, num_blocks, sizes.num_heads, sizes.heads_per_wave
+        )
+    else:
+        num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+    m_first = block * BLOCK_M
+    if m_first >= seqlen_q:
+        return
+    m_idx = m_first + tl.arange(0, BLOCK_M)
+    kv_head = head // T.GROUP_SIZE
+    table = page_table(lengths, batch_idx, T)
+    k_source = (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc)
+    v_source = (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc)
+    dot_k_source = (dot_k, key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_k_desc)
+    dot_v_source = (dot_v, key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_v_desc)
+    q_tile = load_query_tile(
+        q, q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+    )
+    dot_q_tile = q_tile
+    if A.Q:
+        dot_q_tile = load_query_tile(
+            dot_q, dot_q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+        )
+    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
+    dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_idx[:, None], seqlen_q)
+    row_max, row_sum = initial_state(sinks, head, True, scalars, BLOCK_M, T)
+    dot_sum = tl.zeros([BLOCK_M], tl.float32)
+    if A.SINKS:
+        dot_sum = tl.where(row_sum > 0.0, tl.load(dot_sinks + head).to(tl.float32), dot_sum)
+    state = (zeros(BLOCK_M, T.BLOCK_DV), zeros(BLOCK_M, T.BLOCK_DV), row_max, row_sum, dot_sum)
+    place = (m_idx, head, batch_idx)
+
+    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    if BOXED:
+        state = tangent_loop(
+            state, q_tile, dot_q_tile, k_source, v_source, dot_k_source, dot_v_source, place, terms, dot_bias_rows,
+            scalars, band, seqlen_q, seqlen_k, begin, end, end, end, full_begin, full_end, False, True, BLOCK_N, A, T
+        )  # fmt: skip
+    else:
+        state = tangent_loop(
+            state, q_tile, dot_q_tile, k_source, v_source, dot_k_source, dot_v_source, place, terms, dot_bias_rows,
+            scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end, full_begin, full_end,
+            False, False, BLOCK_N, A, T
+        )  # fmt: skip
+        state = tangent_loop(
+            state, q_tile, dot_q_tile, k_source, v_source, dot_k_source, dot_v_source, place, terms, dot_bias_rows,
+            scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, full_begin, full_end,
+            True, False, BLOCK_N, A, T
+        )  # fmt: skip
+
+    acc, dot_acc, row_max, row_sum, dot_sum = state
+    result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
+    dot_result = row_mean(dot_acc, row_sum[:, None])
+    if T.HAS_DROPOUT:
+        dot_result = dot_result * scalars.keep_scale
+    if out_desc is not None:
+        query_place = box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
+        store_box(out_desc, query_place, m_first, result)
+        store_box(dot_out_desc, query_place, m_first, dot_result)
+    else:
+        out_base = head_base(out, batch_idx, head, q_start, T.PACKED_Q)
+        store_rows(result, out_base, out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)
+        dot_out_base = head_base(dot_out, batch_idx, head, q_start, T.PACKED_Q)
+        store_rows(dot_result, dot_out_base, dot_out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)
+    lse_base = head_base(lse, batch_idx, head, q_start, T.PACKED_Q)
+    dot_lse_base = head_base(dot_lse, batch_idx, head, q_start, T.PACKED_Q)
+    tl.store(lse_base + m_idx * lse.stride_row, with_endless_sinks(lse_rows, T), mask=m_idx < seqlen_q)
+    tl.store(dot_lse_base + m_idx * dot_lse.stride_row, row_mean(dot_sum, row_sum), mask=m_idx < seqlen_q)

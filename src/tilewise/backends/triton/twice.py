@@ -1,0 +1,438 @@
+"""Second derivatives: the gradients of <dout, out'> + <dlse, lse'> (docs/derivatives.md), in the form of backward.py.
+
+Two kernels each own what they write, so results are repeatable: one the rows of dK and dV, one the rows of dQ. Both
+recompute P from lse, S' from operands and tangents, X = dout.v and Y = dout.v', and with `delta`, `mean` = lse' and
+`rate` = dout.out' of a row (row_stats_kernel) get
+
+    dS = P (X - delta)      H = dS (S' - mean) + P (Y - rate)      W, U = H, dS through softcap
+    dV = P (S' - mean) dout      dK = W q + U q'      dQ = W k + U k'
+
+second_bias_kernel sums H over the dimensions in which the bias is broadcast.
+"""
+
+# Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: N803, N806, SIM102
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.gpu.work_list import listed_item
+from tilewise.backends.triton.backward import (
+    bias_tile,
+    described_stat,
+    group_step,
+    group_steps,
+    load_stat,
+    probabilities,
+    repetition,
+    store_bias_tile,
+    tile_is_seen,
+)
+from tilewise.backends.triton.primitives import (
+    around_gap,
+    dot,
+    dot_add,
+    dropout_keep,
+    head_base,
+    keep_in_band,
+    key_pages,
+    key_range,
+    key_span,
+    query_range,
+    query_span,
+    score_terms,
+    store_rows,
+    work_item,
+    zeros,
+)
+from tilewise.backends.triton.tangent import (
+    bias_tangent_rows,
+    key_origin,
+    load_query_tile,
+    load_source,
+    page_table,
+    product_tangents,
+    score_tangents,
+)
+
+
+@triton.jit
+def stat_tile(
+    stats, desc, beyond, first, batch_idx, head, q_start, seqlen_q,
+    EDGE: tl.constexpr, BLOCK_M: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """A statistic of a tile of queries, by TMA if there is a descriptor."""
+    if desc is not None:
+        return described_stat(desc, stats, batch_idx, head, q_start, first, T)
+    return load_stat(stats, beyond, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+
+
+@triton.jit
+def row_stats(statistics, first, batch_idx, head, q_start, seqlen_q, BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """(lse, delta, mean, rate) of a tile of queries."""
+    lse_unit, delta, mean, rate = statistics
+    return (
+        load_stat(lse_unit, float("inf"), first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T),
+        load_stat(delta, 0.0, first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T),
+        load_stat(mean, 0.0, first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T),
+        load_stat(rate, 0.0, first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T),
+    )
+
+
+@triton.jit
+def dropped(x, keep, scalars, T: tl.constexpr):
+    """The tile times the factors of dropout."""
+    if T.HAS_DROPOUT:
+        x = tl.where(keep, x * scalars.keep_scale, 0.0)
+    return x
+
+
+@triton.jit
+def second_gradients(p, ds, centred, raw, capped, y, rate_rows, keep, scalars, A: tl.constexpr, T: tl.constexpr):
+    """(H, W, U): the gradients of the biased score, of scale * q.k, and of the tangent of scale * q.k. `ds` is dS,
+    `centred` S' - mean, `raw` the tangent of scale * q.k.
+    """
+    pull = -rate_rows
+    if A.V:
+        pull = dropped(y, keep, scalars, T) - rate_rows
+    h = ds * centred + p * pull
+    w, u = h, ds
+    if T.HAS_SOFTCAP:
+        ratio = capped / scalars.softcap
+        slope = 1.0 - ratio * ratio
+        w = slope * (h - (2.0 / scalars.softcap) * ratio * ds * raw)
+        u = slope * ds
+    return h, w, u
+
+
+@triton.jit
+def key_loop(
+    dk, dv, k_tile, v_tile, dot_k_tile, dot_v_tile, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics,
+    alibi_slopes, bias, dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end,
+    end, full_begin, full_end,
+    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """Add the contributions of the queries begin..gap_begin and gap_end..end of a group's heads to dK and dV, on
+    transposed scores. EDGE tiles are masked. BOXED: so are those that are not between full_begin and full_end.
+    """
+    lse_unit, delta, mean, rate, lse_desc, delta_desc, mean_desc, rate_desc = statistics
+    n_first, kv_head, batch_idx, q_start = place
+    n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
+    lower, upper = group_steps(begin, gap_begin + tl.maximum(end - gap_end, 0), BLOCK_M, T)
+    # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
+    if lower < upper:
+        tl.assume(lower < upper)
+        for step in tl.range(lower, upper, BLOCK_M if T.GROUP_SIZE == 1 else 1):
+            head, position = group_step(step, begin, upper, kv_head, BLOCK_M, T)
+            first = around_gap(position, gap_begin, gap_end, EDGE)
+            m_row = first + tl.arange(0, BLOCK_M)
+            q_tile = load_query_tile(
+                q, q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+            )
+            dot_q_tile = q_tile
+            if A.Q:
+                dot_q_tile = load_query_tile(
+                    dot_q, dot_q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D,
+                    T
+                )  # fmt: skip
+            dout_tile = load_query_tile(
+                dout, dout_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
+            )
+            # Every statistic takes a register for each column of a thread, so each is loaded where it is used.
+            lse_tile = stat_tile(
+                lse_unit, lse_desc, float("inf"), first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
+            )
+            terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
+            dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_row[None, :], seqlen_q)
+            dots = dot(k_tile, tl.trans(q_tile), T)
+            products = product_tangents(k_tile, q_tile, dot_k_tile, dot_q_tile, A.K, A.Q, T)
+            # A bias is read with its key bound checked: the last key tile may be incomplete even where no score is
+            # masked.
+            CHECK: tl.constexpr = EDGE or T.HAS_BIAS or T.HAS_MASK
+            p, capped = probabilities(
+                dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, CHECK, T
+            )
+            if BOXED:
+                if (first < full_begin) | (first >= full_end):
+                    p = tl.where(keep_in_band(m_row[None, :], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+            raw, score = score_tangents(products, p, capped, dot_bias_rows, n_idx, seqlen_k, scalars, CHECK, A, T)
+            keep = True
+            if T.HAS_DROPOUT:
+                keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T))
+            mean_tile = stat_tile(mean, mean_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+            centred = score - mean_tile[None, :]
+            dv = dot_add(dropped(p * centred, keep, scalars, T).to(dout_tile.dtype), dout_tile, dv, T)
+            x = dot(v_tile, tl.trans(dout_tile), T)
+            delta_tile = stat_tile(delta, delta_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+            ds = p * (dropped(x, keep, scalars, T) - delta_tile[None, :])
+            y = x
+            if A.V:
+                y = dot(dot_v_tile, tl.trans(dout_tile), T)
+            rate_tile = stat_tile(rate, rate_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+            _, w, u = second_gradients(p, ds, centred, raw, capped, y, rate_tile[None, :], keep, scalars, A, T)
+            dk = dot_add(w.to(q_tile.dtype), q_tile, dk, T)
+            if A.Q:
+                dk = dot_add(u.to(q_tile.dtype), dot_q_tile, dk, T)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+def second_key_kernel(
+    q, k, v, dout, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dout_desc, dot_q_desc, dot_k_desc, dot_v_desc,
+    lse_desc, delta_desc, mean_desc, rate_desc, lse_unit, delta, mean, rate, dk, dv, bias, dot_bias, mask, alibi_slopes,
+    seed_ptr, lengths, work, sizes, band, scalars,
+    T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group."""
+    BOXED: tl.constexpr = q_desc is not None
+    if work is not None:
+        num_blocks = sizes.total_k // BLOCK_N + sizes.batch
+        block, kv_head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
+            work, num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes.heads_per_wave
+        )
+    else:
+        num_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
+        block, kv_head, batch_idx = work_item(
+            num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, T.HAS_LEFT and not T.HAS_RIGHT
+        )
+        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+    n_first = block * BLOCK_N
+    if n_first >= seqlen_k:
+        return
+    table = page_table(lengths, batch_idx, T)
+    k_source = (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc)
+    v_source = (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc)
+    pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
+    k_tile = load_source(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_source(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    dot_k_tile = k_tile
+    if A.K:
+        origin = key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T)
+        dot_k_source = (dot_k, origin, table, dot_k_desc)
+        dot_k_tile = load_source(dot_k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    dot_v_tile = v_tile
+    if A.V:
+        origin = key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T)
+        dot_v_source = (dot_v, origin, table, dot_v_desc)
+        dot_v_tile = load_source(dot_v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    dk_acc = zeros(BLOCK_N, T.BLOCK_D)
+    dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
+    begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    place = (n_first, kv_head, batch_idx, q_start)
+    statistics = (lse_unit, delta, mean, rate, lse_desc, delta_desc, mean_desc, rate_desc)
+    if BOXED:
+        dk_acc, dv_acc = key_loop(
+            dk_acc, dv_acc, k_tile, v_tile, dot_k_tile, dot_v_tile, q, dout, dot_q, q_desc, dout_desc, dot_q_desc,
+            statistics, alibi_slopes, bias, dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin,
+            end, end, end, full_begin, full_end, False, True, BLOCK_M, BLOCK_N, A, T
+        )  # fmt: skip
+    else:
+        dk_acc, dv_acc = key_loop(
+            dk_acc, dv_acc, k_tile, v_tile, dot_k_tile, dot_v_tile, q, dout, dot_q, q_desc, dout_desc, dot_q_desc,
+            statistics, alibi_slopes, bias, dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k,
+            full_begin, full_end, full_end, full_end, full_begin, full_end, False, False, BLOCK_M, BLOCK_N, A, T
+        )  # fmt: skip
+        dk_acc, dv_acc = key_loop(
+            dk_acc, dv_acc, k_tile, v_tile, dot_k_tile, dot_v_tile, q, dout, dot_q, q_desc, dout_desc, dot_q_desc,
+            statistics, alibi_slopes, bias, dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin,
+            full_begin, full_end, end, full_begin, full_end, True, False, BLOCK_M, BLOCK_N, A, T
+        )  # fmt: skip
+    dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
+    dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
+    store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)
+    store_rows(dv_acc, dv_base, dv.stride_row, n_first, seqlen_k, T.HEAD_DIM_V)
+
+
+@triton.jit
+def query_tile_gradients(
+    tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
+    full_end,
+    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """(H, W, U) of a query tile against the keys first..first+BLOCK_N, and the tiles of k and k'."""
+    q_tile, dot_q_tile, dout_tile = tiles
+    k_source, v_source, dot_k_source, dot_v_source = sources
+    lse_tile, delta_tile, mean_tile, rate_tile = stats
+    m_idx, head, batch_idx = place
+    n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+    k_tile = load_source(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    dot_k_tile = k_tile
+    if A.K:
+        dot_k_tile = load_source(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_source(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    dots = dot(q_tile, tl.trans(k_tile), T)
+    products = product_tangents(q_tile, k_tile, dot_q_tile, dot_k_tile, A.Q, A.K, T)
+    x = dot(dout_tile, tl.trans(v_tile), T)
+    CHECK: tl.constexpr = EDGE or (BOXED and (T.HAS_BIAS or T.HAS_MASK))
+    p, capped = probabilities(
+        dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, CHECK, T
+    )
+    if BOXED:
+        # The last tile of keys may be incomplete: keys past the end are zeros, but their P is not 0.
+        if (first < full_begin) | (first >= full_end):
+            p = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+    raw, score = score_tangents(products, p, capped, dot_bias_rows, n_idx, seqlen_k, scalars, CHECK, A, T)
+    keep = True
+    if T.HAS_DROPOUT:
+        keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+    ds = p * (dropped(x, keep, scalars, T) - delta_tile[:, None])
+    y = x
+    if A.V:
+        dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        y = dot(dout_tile, tl.trans(dot_v_tile), T)
+    h, w, u = second_gradients(
+        p, ds, score - mean_tile[:, None], raw, capped, y, rate_tile[:, None], keep, scalars, A, T
+    )
+    return h, w, u, k_tile, dot_k_tile
+
+
+@triton.jit
+def query_loop(
+    dq, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
+    gap_end, end, full_begin, full_end,
+    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Add the contributions of the keys begin..gap_begin and gap_end..end to dQ; see key_loop."""
+    k_source = sources[0]
+    stop = gap_begin + tl.maximum(end - gap_end, 0)
+    if begin < stop:
+        tl.assume(begin < stop)
+        pages = key_pages(k_source, around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
+        for position in tl.range(begin, stop, BLOCK_N):
+            first = around_gap(position, gap_begin, gap_end, EDGE)
+            _, w, u, k_tile, dot_k_tile = query_tile_gradients(
+                tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k,
+                full_begin, full_end, EDGE, BOXED, BLOCK_N, A, T
+            )  # fmt: skip
+            dq = dot_add(w.to(k_tile.dtype), k_tile, dq, T)
+            if A.K:
+                dq = dot_add(u.to(k_tile.dtype), dot_k_tile, dq, T)
+            if T.PAGED:
+                following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
+                pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
+    return dq
+
+
+@triton.jit
+def query_tiles(
+    q, dot_q, dout, q_desc, dot_q_desc, dout_desc, batch_idx, head, q_start, m_first, seqlen_q,
+    BLOCK_M: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Tiles of (q, q', dout)."""
+    q_tile = load_query_tile(
+        q, q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+    )
+    dot_q_tile = q_tile
+    if A.Q:
+        dot_q_tile = load_query_tile(
+            dot_q, dot_q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+        )
+    dout_tile = load_query_tile(
+        dout, dout_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
+    )
+    return q_tile, dot_q_tile, dout_tile
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+def second_query_kernel(
+    q, k, v, dout, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dout_desc, dot_q_desc, dot_k_desc, dot_v_desc,
+    lse_unit, delta, mean, rate, dq, bias, dot_bias, mask, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
+    T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write dQ of one (query tile, head, sequence)."""
+    BOXED: tl.constexpr = q_desc is not None
+    if work is not None:
+        num_blocks = sizes.total_q // BLOCK_M + sizes.batch
+        block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
+            work, num_blocks, sizes.num_heads, sizes.heads_per_wave
+        )
+    else:
+        num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+    m_first = block * BLOCK_M
+    if m_first >= seqlen_q:
+        return
+    m_idx = m_first + tl.arange(0, BLOCK_M)
+    kv_head = head // T.GROUP_SIZE
+    table = page_table(lengths, batch_idx, T)
+    sources = (
+        (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc),
+        (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc),
+        (dot_k, key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_k_desc),
+        (dot_v, key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_v_desc),
+    )
+    tiles = query_tiles(
+        q, dot_q, dout, q_desc, dot_q_desc, dout_desc, batch_idx, head, q_start, m_first, seqlen_q, BLOCK_M, A, T
+    )
+    statistics = (lse_unit, delta, mean, rate)
+    stats = row_stats(statistics, m_first, batch_idx, head, q_start, seqlen_q, BLOCK_M, T)
+    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
+    dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_idx[:, None], seqlen_q)
+    place = (m_idx, head, batch_idx)
+    acc = zeros(BLOCK_M, T.BLOCK_D)
+
+    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    if BOXED:
+        acc = query_loop(
+            acc, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin, end, end,
+            end, full_begin, full_end, False, True, BLOCK_N, A, T
+        )  # fmt: skip
+    else:
+        acc = query_loop(
+            acc, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
+            full_end, full_end, full_end, full_begin, full_end, False, False, BLOCK_N, A, T
+        )  # fmt: skip
+        acc = query_loop(
+            acc, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
+            full_begin, full_end, end, full_begin, full_end, True, False, BLOCK_N, A, T
+        )  # fmt: skip
+    dq_base = head_base(dq, batch_idx, head, q_start, T.PACKED_Q)
+    store_rows(acc * scalars.scale, dq_base, dq.stride_row, m_first, seqlen_q, T.HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["sizes", "band", "scalars", "shape", "num_shares"])
+def second_bias_kernel(
+    q, k, v, dout, dot_q, dot_k, dot_v, lse_unit, delta, mean, rate, dbias, bias, dot_bias, mask, alibi_slopes,
+    seed_ptr, lengths, sizes, band, scalars, shape, num_shares,
+    T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One share of one dbias tile: the sum of H, see backward.bias_gradient_kernel."""
+    own, reps = bias_tile(shape, num_shares, sizes, BLOCK_M, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    statistics = (lse_unit, delta, mean, rate)
+    for rep in range(reps[3], reps[4]):
+        m_block, n_block, head, batch_idx = repetition(rep, own, reps)
+        m_first = m_block * BLOCK_M
+        n_first = n_block * BLOCK_N
+        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+        if tile_is_seen(m_first, n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T):
+            m_idx = m_first + tl.arange(0, BLOCK_M)
+            kv_head = head // T.GROUP_SIZE
+            table = page_table(lengths, batch_idx, T)
+            sources = (
+                (k, key_origin(k, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
+                (v, key_origin(v, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
+                (dot_k, key_origin(dot_k, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
+                (dot_v, key_origin(dot_v, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
+            )
+            tiles = query_tiles(
+                q, dot_q, dout, None, None, None, batch_idx, head, q_start, m_first, seqlen_q, BLOCK_M, A, T
+            )
+            stats = row_stats(statistics, m_first, batch_idx, head, q_start, seqlen_q, BLOCK_M, T)
+            terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
+            dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_idx[:, None], seqlen_q)
+            pages = key_pages(sources[0], n_first, seqlen_k, BLOCK_N, T)
+            h, _, _, _, _ = query_tile_gradients(
+                tiles, sources, stats, pages, n_first, (m_idx, head, batch_idx), terms, dot_bias_rows, scalars, band,
+                seqlen_q, seqlen_k, 0, 0, True, False, BLOCK_N, A, T
+            )  # fmt: skip
+            acc += h
+    store_bias_tile(acc, dbias, own, shape, BLOCK_M, BLOCK_N)
