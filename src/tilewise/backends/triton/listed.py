@@ -80,9 +80,8 @@ def listed_steps(entries, begin, end, BLOCK: tl.constexpr, BANDED: tl.constexpr)
 
 @triton.jit
 def listed_block(entries, step, BLOCK: tl.constexpr):
-    """(first token, kind of the tile) of a step. The interpreter's loop counter is a number without these operators."""
+    """(first token, kind of the tile) of a step."""
     PARTS: tl.constexpr = TILE // BLOCK
-    step = tl.to_tensor(step)
     at = entries + ENTRIES + 2 * (step // PARTS)
     return tl.load(at) * TILE + step % PARTS * BLOCK, tl.load(at + 1)
 
