@@ -3,7 +3,8 @@
     PYTHONPATH=src:bench python bench/tile_masks.py [--device cuda] [--seqlen 4096 16384] [--json FILE]
 
 Entrants of a case run in turn, round after round; a figure is the least of its rounds. On a CPU it is CPU seconds of
-one thread, so that other programs disturb it little; on a GPU the time between two events.
+one thread, so that other programs disturb it little; on a GPU the time between two events, with the host ahead of the
+device. FlexAttention gets the same lists of blocks, and a mask_mod that computes the mask, not one that looks it up.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,12 @@ import tilewise as tw
 from suite.measuring import commit
 from tilewise import TileMask, tile_mask
 from tilewise.bench.machine import machine, versions
+from tilewise.tiles import FULL
 
-ROUNDS = {"cpu": 5, "cuda": 20}
+ROUNDS = {"cpu": 5, "cuda": 12}
+PASSES = {"cpu": ("forward", "training"), "cuda": ("forward", "backward")}
+# Cycles that the device spends on nothing while the host starts what is measured: about a millisecond.
+HEAD_START = 2_000_000
 # (batch, heads, dtype) of the operands.
 SIZES = {"cpu": (1, 2, torch.float32), "cuda": (2, 16, torch.bfloat16)}
 WINDOW = 1024
@@ -33,6 +38,16 @@ BARS = {"of full": 0.16, "of native": 0.93, "sdpa": 5.0, "flex": 1.2}
 
 Call = Callable[[], object]
 Entrants = dict[str, Call]
+Pairs = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Made(NamedTuple):
+    """How a mask is made, its function for FlexAttention, and the flags of the native kernels that do the same."""
+
+    make: Callable[[], TileMask]
+    pairs: Pairs
+    native: dict[str, Any] | None = None
 
 
 def once(call: Call, device: str) -> float:
@@ -42,6 +57,7 @@ def once(call: Call, device: str) -> float:
         call()
         return time.thread_time() - start
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda._sleep(HEAD_START)  # noqa: SLF001
     events[0].record()
     call()
     events[1].record()
@@ -54,126 +70,209 @@ def runs(name: str, call: Call, device: str) -> bool:
     try:
         call()
         once(call, device)
-    except (RuntimeError, tw.TilewiseError) as failure:
+    except Exception as failure:  # peers may fail in any way
         print(f"  without {name}: {str(failure).splitlines()[0]}", flush=True)
         return False
     return True
 
 
 def race(entrants: Entrants, device: str) -> dict[str, float]:
-    """The least seconds of each; one that fails is left out."""
-    best = {name: float("inf") for name, call in entrants.items() if runs(name, call, device)}
+    """The least seconds of each."""
+    best = dict.fromkeys(entrants, float("inf"))
     for _ in range(ROUNDS[device]):
         for name in best:
             best[name] = min(best[name], once(entrants[name], device))
     return best
 
 
-def masks(seqlen: int, device: str) -> dict[str, tuple[Callable[[], TileMask], dict[str, Any] | None]]:
-    """How each mask is made, and the flags of the native kernels that compute the same."""
+def ranges(starts: Tensor, ends: Tensor) -> Pairs:
+    """Query i sees the keys starts[i] .. ends[i] - 1."""
+    return lambda _b, _h, i, j: (j >= starts[i]) & (j < ends[i])
+
+
+def masks(seqlen: int, device: str) -> dict[str, Made]:
+    """The masks by name."""
     position = torch.arange(seqlen, device=device)
-    tiles = -(-seqlen // 128)
+    zero, tiles = torch.zeros_like(position), -(-seqlen // 128)
     listed = (torch.rand(tiles, tiles, generator=torch.Generator().manual_seed(0)) < 0.1).to(device)
-    side = 1 << (seqlen.bit_length() // 2)
+    width = 1 << (seqlen.bit_length() // 2)
+    height = seqlen // width
     # Spans of 256 image tokens in every 1,024, which see each other inside causal text.
     span = torch.where(position % 1024 < 256, position // 1024 * 1024 + 256, position + 1)
+    window, document = (position - WINDOW + 1).clamp_min(0), position // (seqlen // 16) * (seqlen // 16)
+    chunk = position // 1024 * 1024
+
+    def near(i: Tensor, j: Tensor, size: int) -> Tensor:
+        start = (i - 6).clamp(0, size - 13)
+        return (j >= start) & (j < start + 13)
+
+    def every(third: int) -> Callable[[], TileMask]:
+        def make() -> TileMask:
+            dense = listed.repeat_interleave(128, 0).repeat_interleave(128, 1)[:seqlen, :seqlen]
+            return TileMask.from_dense(dense & (position % 3 >= third))
+
+        return make
+
+    def drawn(third: int) -> Pairs:
+        return lambda _b, _h, i, j: listed[i // 128, j // 128] & (j % 3 >= third)
+
     return {
-        "causal": (lambda: tile_mask(lambda _b, _h, i, j: i >= j, seqlen, seqlen, device=device), {"causal": True}),
-        "window": (
-            lambda: TileMask.from_intervals((position - WINDOW + 1).clamp_min(0), position + 1, seqlen),
+        "causal": Made(
+            lambda: tile_mask(lambda _b, _h, i, j: i >= j, seqlen, seqlen, device=device),
+            ranges(zero, position + 1),
+            {"causal": True},
+        ),
+        "window": Made(
+            lambda: TileMask.from_intervals(window, position + 1, seqlen),
+            ranges(window, position + 1),
             {"causal": True, "window": (WINDOW - 1, 0)},
         ),
-        "documents": (lambda: TileMask.documents(position // (seqlen // 16)), None),
-        "prefix": (lambda: TileMask.prefix(seqlen // 4, seqlen, device=device), None),
-        "image spans": (lambda: TileMask.from_intervals(torch.zeros_like(span), span, seqlen), None),
-        "chunks": (lambda: TileMask.chunks(1024, seqlen, device=device), None),
-        "neighbourhood": (
-            lambda: TileMask.neighbourhood((seqlen // side, side), (13, 13), device=device),
-            None,
+        "documents": Made(
+            lambda: TileMask.documents(position // (seqlen // 16)), ranges(document, document + seqlen // 16)
         ),
-        "random tiles": (
-            lambda: TileMask.from_dense(listed.repeat_interleave(128, 0).repeat_interleave(128, 1)[:seqlen, :seqlen]),
-            None,
+        "prefix": Made(
+            lambda: TileMask.prefix(seqlen // 4, seqlen, device=device),
+            ranges(zero, (position + 1).clamp_min(seqlen // 4)),
         ),
-        "random bits": (
-            lambda: TileMask.from_dense(
-                listed.repeat_interleave(128, 0).repeat_interleave(128, 1)[:seqlen, :seqlen] & (position % 3 > 0)
-            ),
-            None,
+        "image spans": Made(lambda: TileMask.from_intervals(zero, span, seqlen), ranges(zero, span)),
+        "chunks": Made(lambda: TileMask.chunks(1024, seqlen, device=device), ranges(chunk, chunk + 1024)),
+        "neighbourhood": Made(
+            lambda: TileMask.neighbourhood((height, width), (13, 13), device=device),
+            lambda _b, _h, i, j: near(i // width, j // width, height) & near(i % width, j % width, width),
         ),
+        "random tiles": Made(every(0), drawn(0)),
+        "random bits": Made(every(1), drawn(1)),
     }
 
 
-def passes(q: Tensor, k: Tensor, v: Tensor, attend: Callable[..., Tensor]) -> Entrants:
-    """Forward alone, and forward with backward."""
-    dout = torch.ones_like(q)
+def passes(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Entrants:
+    """Forward alone, backward alone, and both."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    made: list[Tensor] = []
 
     def forward() -> object:
         with torch.no_grad():
             return attend(q, k, v)
 
-    return {"forward": forward, "training": lambda: torch.autograd.grad(attend(*leaves), leaves, dout)}
+    def backward() -> object:
+        if not made:
+            out = attend(*leaves)
+            made.extend((out, torch.ones_like(out)))
+        return torch.autograd.grad(made[0], leaves, made[1], retain_graph=True)
+
+    def training() -> object:
+        out = attend(*leaves)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return {"forward": forward, "backward": backward, "training": training}
 
 
-def flex(mask: TileMask) -> Callable[..., Tensor]:
-    """FlexAttention, compiled, with the same lists of blocks and the bits as a lookup in the dense mask."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def flex(mask: TileMask, pairs: Pairs) -> Attend:
+    """FlexAttention, compiled, with the same lists of blocks."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    dense = mask.dense()[0, 0]
-    block = create_block_mask(
-        lambda _b, _h, i, j: dense[i, j], None, None, mask.seqlen_q, mask.seqlen_k, device=str(mask.device)
-    )
-    compiled = torch.compile(flex_attention)
-    return lambda q, k, v: compiled(q, k, v, block_mask=block)
+    torch._dynamo.config.cache_size_limit = 64  # noqa: SLF001
+    lists = []
+    for listed in (mask.tiles >= 0, mask.tiles == FULL):
+        order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+        lists += [listed.sum(-1, dtype=torch.int32), order.to(torch.int32)]
+    block = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=pairs, seq_lengths=mask.shape[2:])
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=block)  # type: ignore[no-any-return]
 
 
-def measured(name: str, seqlen: int, head_dim: int, device: str) -> dict[str, Any]:
-    """One mask: milliseconds of everybody, and the ratios that have a bar."""
-    batch, heads, dtype = SIZES[device]
-    make, native = masks(seqlen, device)[name]
-    mask = make()
-    make_seconds = min(once(make, device) for _ in range(3))
-    draw = torch.Generator(device=device).manual_seed(0)
-    q, k, v = (
-        torch.randn(batch, heads, seqlen, head_dim, generator=draw, device=device, dtype=dtype) for _ in range(3)
-    )
-    attends: dict[str, Callable[..., Tensor]] = {
-        "tiles": lambda *x: tw.attention(*x, mask=mask),
-        "full": tw.attention,
-    }
-    if native is not None:
-        attends["native"] = lambda *x: tw.attention(*x, **native)
+def entrants(made: Made, mask: TileMask, device: str) -> dict[str, Attend]:
+    """Everybody who computes the same, and on a CPU full attention."""
+    found: dict[str, Attend] = {"tiles": lambda *x: tw.attention(*x, mask=mask)}
+    if made.native is not None:
+        flags = made.native
+        found["native"] = lambda *x: tw.attention(*x, **flags)
+        if device == "cuda":
+            found["native triton"] = lambda *x: tw.attention(*x, backend="triton", **flags)
     if device == "cpu":
+        found["full"] = tw.attention
         dense = mask.dense()
-        attends["sdpa"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
+        found["sdpa"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
     else:
-        attends["flex"] = flex(mask)
-    found: dict[str, Any] = {
-        "mask": name, "seqlen": seqlen, "head_dim": head_dim, "batch": batch, "heads": heads,
-        "dtype": str(dtype).removeprefix("torch."), "density": round(mask.density, 4), "tiles": mask.counts._asdict(),
-        "bytes of dense": round(mask.nbytes / (seqlen * seqlen), 5), "making ms": round(1e3 * make_seconds, 3),
-    }  # fmt: skip
-    for which in ("forward", "training"):
-        times = race({who: passes(q, k, v, attend)[which] for who, attend in attends.items()}, device)
-        found[f"{which} ms"] = {who: round(1e3 * seconds, 3) for who, seconds in times.items()}
-        if "tiles" in times:
-            ratios: dict[str, float] = {
-                peer: times[peer] / times["tiles"] for peer in ("sdpa", "flex") if peer in times
-            }
-            ratios["of full"] = times["tiles"] / times["full"]
-            if "native" in times:
-                ratios["of native"] = times["native"] / times["tiles"]
-            found[which] = {key: round(value, 3) for key, value in ratios.items()}
-            found[which]["bars missed"] = missed(ratios, mask.density)
+        found["flex"] = flex(mask, made.pairs)
     return found
+
+
+def packed_documents(q: Tensor, backend: str) -> Attend:
+    """Sixteen documents of each batch entry as packed sequences: what our kernels for those take for the same work."""
+    batch, _, seqlen, _ = q.shape
+    length = seqlen // 16
+    bounds = torch.arange(0, batch * seqlen + 1, length, dtype=torch.int32, device=q.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
+        return tw.attention_varlen(*flat, bounds, bounds, max_seqlen_q=length, max_seqlen_k=length, backend=backend)
+
+    return attend
+
+
+class Case:
+    """One mask and one size, ready to be timed."""
+
+    def __init__(self, name: str, seqlen: int, head_dim: int, device: str) -> None:
+        batch, heads, dtype = SIZES[device]
+        made = masks(seqlen, device)[name]
+        self.device, self.mask = device, made.make()
+        self.making = made.make
+        draw = torch.Generator(device=device).manual_seed(0)
+        # The heads of a token next to each other, so that packing costs nothing.
+        q, k, v = (
+            torch.randn(batch, seqlen, heads, head_dim, generator=draw, device=device, dtype=dtype).transpose(1, 2)
+            for _ in range(3)
+        )
+        attends = entrants(made, self.mask, device)
+        if name == "documents" and device == "cuda":
+            attends |= {"native": packed_documents(q, "auto"), "native triton": packed_documents(q, "triton")}
+        calls = {who: passes(q, k, v, attend) for who, attend in attends.items()}
+        self.runs = {
+            which: {who: call[which] for who, call in calls.items() if runs(f"{who}, {which}", call[which], device)}
+            for which in PASSES[device]
+        }
+        self.facts: dict[str, Any] = {
+            "mask": name, "seqlen": seqlen, "head_dim": head_dim, "batch": batch, "heads": heads,
+            "dtype": str(dtype).removeprefix("torch."), "density": round(self.mask.density, 4),
+            "tiles": self.mask.counts._asdict(), "bytes of dense": round(self.mask.nbytes / (seqlen * seqlen), 5),
+        }  # fmt: skip
+
+    def made(self) -> float:
+        """Seconds that making the mask takes, the host's among them."""
+        if self.device == "cpu":
+            return once(self.making, self.device)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.making()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def measured(self) -> dict[str, Any]:
+        """Milliseconds of everybody, and the ratios that have a bar."""
+        found = self.facts | {"making ms": round(1e3 * min(self.made() for _ in range(5)), 3)}
+        for which, calls in self.runs.items():
+            times = race(calls, self.device)
+            found[f"{which} ms"] = {who: round(1e3 * seconds, 3) for who, seconds in times.items()}
+            if "tiles" in times:
+                ratios: dict[str, float] = {
+                    peer: times[peer] / times["tiles"] for peer in ("sdpa", "flex") if peer in times
+                }
+                if "full" in times:
+                    ratios["of full"] = times["tiles"] / times["full"]
+                if "native" in times:
+                    ratios["of native"] = times["native"] / times["tiles"]
+                found[which] = {key: round(value, 3) for key, value in ratios.items()}
+                found[which]["bars missed"] = missed(ratios, self.mask.density)
+        return found
 
 
 def missed(ratios: dict[str, float], density: float) -> list[str]:
     """The bars that these ratios do not reach; time in full time has one at a tenth of the tiles."""
     some: list[str] = [name for name in ("of native", "flex") if name in ratios and ratios[name] < BARS[name]]
     if density <= 0.11:
-        some += ["of full"] * (ratios["of full"] > BARS["of full"] * density / 0.1)
+        some += ["of full"] * (ratios.get("of full", 0.0) > BARS["of full"] * density / 0.1)
         some += ["sdpa"] * (ratios.get("sdpa", BARS["sdpa"]) < BARS["sdpa"])
     return some
 
@@ -194,7 +293,7 @@ def main() -> None:
     for seqlen in options.seqlen:
         for head_dim in options.head_dim:
             for name in masks(seqlen, options.device):
-                found = measured(name, seqlen, head_dim, options.device)
+                found = Case(name, seqlen, head_dim, options.device).measured()
                 results["cases"].append(found)
                 print(json.dumps(found), flush=True)
                 if options.json:

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 import tilewise as tw
 from tilewise import TileMask, dispatch, tile_mask, tile_masks
 from tilewise.testing.threads import one_thread
-from tilewise.tiles import lists_of, packed
+from tilewise.tiles import lists_of, packed, unpacked
 
 Sees = Callable[[int, int, Tensor, Tensor], Tensor]
 
@@ -242,15 +242,23 @@ def test_verifying_a_tree_in_pages() -> None:
 
 
 def test_the_lists_of_rows_and_columns() -> None:
-    """What GPU kernels walk: every tile that is not empty, in order, with its kind."""
+    """What GPU kernels walk: every tile that is not empty, in order, with its kind, and the bits both ways."""
     mask = random_mask(500, 300, batch=2, heads=3)
     *_, rows, cols = mask.tiles.shape
-    for kinds, lists in zip(mask.tiles.flatten(0, 1), lists_of(mask.tiles).view(6, -1), strict=True):
-        by_row, by_column = lists.split((rows * (1 + 2 * cols), cols * (1 + 2 * rows)))
+    found = lists_of(mask.tiles, mask.bits)
+    lists, turned = found.split((len(found) - mask.bits.numel(), mask.bits.numel()))
+    for kinds, listed in zip(mask.tiles.flatten(0, 1), lists.view(6, -1), strict=True):
+        by_row, by_column = listed.split((rows * (2 + 2 * cols), cols * (2 + 2 * rows)))
         for lines, entries in ((kinds, by_row.view(rows, -1)), (kinds.T, by_column.view(cols, -1))):
-            for line, (count, *pairs) in zip(lines.tolist(), entries.tolist(), strict=True):
-                found = list(zip(pairs[: 2 * count : 2], pairs[1 : 2 * count : 2], strict=True))
-                assert found == [(at, kind) for at, kind in enumerate(line) if kind != -2]
+            for line, (count, _, *pairs) in zip(lines.tolist(), entries.tolist(), strict=True):
+                inside = list(zip(pairs[: 2 * count : 2], pairs[1 : 2 * count : 2], strict=True))
+                assert inside == [(at, kind) for at, kind in enumerate(line) if kind != -2]
+            # Rows and columns by the number of their entries.
+            ranked = entries[:, 1].tolist()
+            assert sorted(ranked) == list(range(len(lines)))
+            counts = [entries[line, 0].item() for line in ranked]
+            assert counts == sorted(counts, reverse=True)
+    assert torch.equal(turned.view_as(mask.bits), packed(unpacked(mask.bits).transpose(1, 2)))
 
 
 def test_memory_is_a_fraction_of_the_dense_mask() -> None:

@@ -229,7 +229,7 @@ def _paged() -> Iterator[Case]:
         yield _case(
             f"decode-b16-n8192-paged-{page_size}", "decode", kind="paged", page_size=page_size, num_heads=32,
             num_kv_heads=8, batch=16, seqlen_q=1, seqlen_k=8192, graph=True, quick=page_size in (16, 256),
-            implementations=(*OURS, "sdpa-gather"),
+            implementations=(*OURS, "fa3", "sdpa-gather"),
             bars=(Bar("tilewise", 0.95, case="decode-b16-n8192", by="rate"),),
         )  # fmt: skip
 

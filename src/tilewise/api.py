@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise import calls, cascade, derivatives, dispatch, ops, sharded, tracing, validation
 from tilewise.backends.base import Backend
-from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.numerics import merge_partials
 from tilewise.operands import Operands, Options, Wanted, Window
@@ -292,11 +292,6 @@ def _attend(
     about: tuple[Any, ...] = ()
     groups = None
     if mask.__class__ is TileMask:
-        if mask.tiles.device.type == "cuda":
-            raise Unsupported(
-                "tile masks are not computed on a GPU yet: the kernels are written, but have not been checked on one; "
-                "pass mask=mask.dense() instead, which skips no tiles"
-            )
         tensors = (*given[:MASK], None, *given[MASK + 1 :], mask.tiles, mask.bits, mask.lists)
         about = (mask.seqlen_q, mask.seqlen_k)
     if given[2].__class__ is Fp8Tensor:

@@ -21,15 +21,13 @@ from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 from tilewise.masks import TileCounts
-from tilewise.tiles import EMPTY, FULL, TILE, WORDS, is_visible, lists_of, num_tiles, packed, visible
+from tilewise.tiles import EMPTY, FULL, TILE, WORDS, at_once, is_visible, lists_of, num_tiles, packed, visible
 from tilewise.units import format_bytes
 
 __all__ = ["TileMask", "tile_mask"]
 
 # A tile that is still to be evaluated.
 UNKNOWN = -3
-# Tiles that are evaluated at once: 4 million pairs.
-AT_ONCE = 256
 # Of a map of 1 GiB.
 MAX_TILES = 2**28
 # Rows and columns of the picture that a mask prints.
@@ -57,13 +55,13 @@ class TileMask:
     bits: Tensor
     seqlen_q: int
     seqlen_k: int
-    # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column.
+    # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column, and the bits by rows.
     lists: Tensor | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         # Here and not when first asked for, so that a compiler sees one kind of mask.
         if self.tiles.is_cuda:
-            object.__setattr__(self, "lists", lists_of(self.tiles))
+            object.__setattr__(self, "lists", lists_of(self.tiles, self.bits))
 
     # Making masks
 
@@ -128,7 +126,8 @@ class TileMask:
         batch = max(q.shape[0], k.shape[0])
         q, k = q.expand(batch, -1), k.expand(batch, -1)
         lengths = q.shape[1], k.shape[1]
-        (q_low, q_high), (k_low, k_high) = (_tile_ends(ids) for ids in (q, k))
+        q_low, q_high = _tile_ends(q)
+        k_low, k_high = (q_low, q_high) if ids_k is None else _tile_ends(k)
         tiles = _unknown((batch, 1), lengths, q.device)
         q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
         apart = (q_high < k_low) | (k_high < q_low) | (q_high < 0) | (k_high < 0)
@@ -303,8 +302,8 @@ class TileMask:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the map and the bits."""
-        return self.tiles.nbytes + self.bits.nbytes
+        """Bytes of the map, the bits, and on a GPU the lists."""
+        return self.tiles.nbytes + self.bits.nbytes + (0 if self.lists is None else self.lists.nbytes)
 
     @functools.cached_property
     def counts(self) -> TileCounts:
@@ -527,7 +526,7 @@ def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, 
     tiles = tiles.contiguous()
     known = _no_bits(tiles.device) if bits is None else bits
     parts, count = [known], len(known)
-    for some in (tiles == UNKNOWN).nonzero().split(AT_ONCE):
+    for some in (tiles == UNKNOWN).nonzero().split(at_once(tiles.device)):
         b, h, m, n = some.unbind(1)
         found = evaluate(b, h, m, n)
         empty, full = (found == 0).all(2).all(1), (found == -1).all(2).all(1)

@@ -17,6 +17,7 @@ __all__ = [
     "TILE",
     "WORD",
     "WORDS",
+    "at_once",
     "is_visible",
     "lists_of",
     "num_tiles",
@@ -37,21 +38,46 @@ def num_tiles(length: int) -> int:
     return -(-length // TILE)
 
 
-def lists_of(tiles: Tensor) -> Tensor:
-    """The tiles of a map (batch, heads, rows, columns) that are not empty, in one dimension: for each sequence and head
-    a list of each row, then of each column. A list is the number of its entries, then (tile, kind) of each in order,
-    and as long as if all were listed. Nothing is read back from the device.
+def at_once(device: torch.device) -> int:
+    """Tiles whose pairs are evaluated or unpacked at once: 4 million pairs, or 16 million where launches take longer
+    than the work.
+    """
+    return 256 if device.type == "cpu" else 1024
+
+
+def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
+    """What GPU kernels walk, in one dimension: the tiles of a map (batch, heads, rows, columns) that are not empty, for
+    each sequence and head a list of each row, then of each column; then the bits with queries and keys exchanged.
+    Nothing is read back from the device.
+
+    A list is the number of its entries, a rank, then (tile, kind) of each entry in order, and is as long as if all were
+    listed. The rank in list r is the row (column) with the r-th most entries. Of rows that are equal the last comes
+    first and of columns the first: these are the longer ones under a causal mask.
     """
     parts = []
-    for kinds in (tiles, tiles.transpose(2, 3)):
+    for kinds, last_first in ((tiles, True), (tiles.transpose(2, 3), False)):
         listed = kinds != EMPTY
         order = (~listed).to(torch.int8).argsort(dim=-1, stable=True)
-        found = tiles.new_empty(*kinds.shape[:-1], 1 + 2 * kinds.shape[-1])
-        found[..., 0] = listed.sum(-1)
-        found[..., 1::2] = order
-        found[..., 2::2] = kinds.gather(-1, order)
+        counts = listed.sum(-1, dtype=torch.int32)
+        ranked = (counts.flip(-1) if last_first else counts).argsort(dim=-1, descending=True, stable=True)
+        found = tiles.new_empty(*kinds.shape[:-1], 2 + 2 * kinds.shape[-1])
+        found[..., 0] = counts
+        found[..., 1] = kinds.shape[2] - 1 - ranked if last_first else ranked
+        found[..., 2::2] = order
+        found[..., 3::2] = kinds.gather(-1, order)
         parts.append(found.flatten(2))
-    return torch.cat(parts, -1).flatten()
+    return torch.cat(
+        [torch.cat(parts, -1).flatten(), *(_turned(some).flatten() for some in bits.split(at_once(bits.device)))]
+    )
+
+
+def _turned(bits: Tensor) -> Tensor:
+    """Bits of tiles with queries and keys exchanged: word [w, i] holds query i for the keys 32 w .. 32 w + 31."""
+    places = torch.arange(WORD, dtype=torch.int32, device=bits.device)
+    # (number, words of queries, words of keys, queries, keys)
+    pairs = (bits.view(-1, WORDS, WORDS, 1, WORD) >> places[:, None]) & 1
+    # The sum of different powers of two: the highest is negative, which is its bit.
+    return (pairs << places).sum(-1, dtype=torch.int32).transpose(1, 2)
 
 
 def packed(pairs: Tensor) -> Tensor:
@@ -60,11 +86,9 @@ def packed(pairs: Tensor) -> Tensor:
         octets = np.packbits(pairs.numpy().reshape(-1, WORDS, WORD, TILE), axis=2, bitorder="little")
         words = np.ascontiguousarray(octets.transpose(0, 1, 3, 2)).view("<i4").astype(np.int32)
         return torch.from_numpy(words[..., 0])
-    rows = pairs.reshape(-1, WORDS, WORD, TILE)
-    bits = rows[:, :, 0].to(torch.int32)
-    for place in range(1, WORD):
-        bits |= rows[:, :, place].to(torch.int32) << place
-    return bits
+    places = torch.arange(WORD, dtype=torch.int32, device=pairs.device)[:, None]
+    # The sum of different powers of two: the highest is negative, which is its bit.
+    return (pairs.reshape(-1, WORDS, WORD, TILE).to(torch.int32) << places).sum(2, dtype=torch.int32)
 
 
 def unpacked(bits: Tensor) -> Tensor:

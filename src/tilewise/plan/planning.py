@@ -268,8 +268,8 @@ def _listed(problem: AttentionProblem, operands: Operands | None, name: str | No
     path = "no backend takes it"
     if name is not None and isinstance(backend := dispatch.load(name), TileMasking):
         path = backend.skips_tiles(problem)
-    kinds = operands.tiles.expand(problem.batch, problem.num_heads, -1, -1)
-    inside, whole = (torch.ones(kinds.shape[2:], dtype=torch.bool, device=kinds.device) for _ in range(2))
+    kinds = operands.tiles.cpu().expand(problem.batch, problem.num_heads, -1, -1)
+    inside, whole = (torch.ones(kinds.shape[2:], dtype=torch.bool, device="cpu") for _ in range(2))
     if problem.kind == "dense":
         band, grid = Band(problem.seqlen_q, problem.seqlen_k, *problem.band), TileGrid(TILE, TILE)
         inside.fill_(False)
@@ -285,7 +285,9 @@ def _listed(problem: AttentionProblem, operands: Operands | None, name: str | No
     visited = int(((kinds != EMPTY) & inside).sum())
     counts = TileCounts(full, visited - full, kinds.numel() - visited)
     possible = int(inside.sum()) * problem.batch * problem.num_heads
-    return ListedTiles(counts, visited / max(1, possible), operands.tiles.nbytes + operands.tile_bits.nbytes, path)
+    stored = (operands.tiles, operands.tile_bits, operands.tile_lists)
+    nbytes = sum(tensor.nbytes for tensor in stored if tensor is not None)
+    return ListedTiles(counts, visited / max(1, possible), nbytes, path)
 
 
 def _bands(problem: AttentionProblem, operands: Operands | None) -> Counter[Band]:

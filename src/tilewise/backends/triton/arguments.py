@@ -290,7 +290,7 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
         "bias": grid_argument(views, "bias"),
         "mask": grid_argument(views, "mask"),
         "tile_map": grid_argument(views, "tiles"),
-        "tile_bits": single_address(views, "tile_bits"),
+        "column_bits": single_address(views, "tile_bits"),
         **_list_rows(problem),
         "alibi_slopes": None
         if slopes is None
@@ -311,17 +311,20 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
 
 
 def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
-    """The lists of a tile mask (see tilewise.tiles) as rows of (sequence, head, row or column of tiles)."""
+    """The lists of a tile mask (see tilewise.tiles) as rows of (sequence, head, row or column of tiles), and the bits
+    by rows that follow them.
+    """
     if problem.tiles_shape is None:
-        return {"tile_rows": None, "tile_columns": None}
+        return {"tile_rows": None, "tile_columns": None, "tile_bits": None}
     batch, heads, rows, columns = problem.tiles_shape
-    row, column = 1 + 2 * columns, 1 + 2 * rows
+    row, column = 2 + 2 * columns, 2 + 2 * rows
     of_rows = rows * row
     head = of_rows + columns * column
     strides = heads * head if batch > 1 else 0, head if heads > 1 else 0
     return {
         "tile_rows": Rows(Address("tile_lists", torch.int32, aligned=False), *strides, row),
         "tile_columns": Rows(Address("tile_lists", torch.int32, aligned=False, offset=4 * of_rows), *strides, column),
+        "tile_bits": Address("tile_lists", torch.int32, aligned=False, offset=4 * batch * heads * head),
     }
 
 

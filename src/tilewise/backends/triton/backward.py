@@ -27,7 +27,17 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.gpu.work_list import clear_rows, list_blocks, listed_item
-from tilewise.backends.triton.listed import hide_listed, kind_at, list_of, listed_block, listed_steps
+from tilewise.backends.triton.listed import (
+    are_seen,
+    blocks_before,
+    hide_listed,
+    kind_at,
+    list_of,
+    listed_block,
+    listed_steps,
+    num_listed_blocks,
+    ranked_block,
+)
 from tilewise.backends.triton.primitives import (
     LOG2E,
     NEG_INF,
@@ -99,6 +109,17 @@ def loop_bounds(begin, full_begin, full_end, end, whole, JOINED: tl.constexpr):
 
 
 @triton.jit
+def listed_bounds(entries, begin, end, length, BLOCK: tl.constexpr, BANDED: tl.constexpr):
+    """The same, in blocks of a list: those below the last whole block of `length` rows, then the rest."""
+    lower, upper = listed_steps(entries, begin, end, BLOCK, BANDED)
+    whole = upper
+    if length % BLOCK != 0:
+        whole = tl.minimum(blocks_before(entries, length // BLOCK * BLOCK, BLOCK), upper)
+    whole = tl.maximum(whole, lower)
+    return (lower, whole), (whole, upper, upper, upper)
+
+
+@triton.jit
 def loop_end(gap_begin, gap_end, end, EDGE: tl.constexpr, JOINED: tl.constexpr):
     """Where a loop over positions ends: a loop that skips a gap is shorter by it."""
     if EDGE and not JOINED:
@@ -120,20 +141,20 @@ def score_gradient(p, dp, capped, delta_rows, keep, scalars, T: tl.constexpr):
 
 
 @triton.jit
-def group_steps(begin, stop, BLOCK_M: tl.constexpr, T: tl.constexpr):
-    """(lower, upper) of the loop over all query tiles of all heads of a group; see `group_step`."""
-    if T.GROUP_SIZE == 1:
+def group_steps(begin, stop, HEADS: tl.constexpr, STEP: tl.constexpr):
+    """(lower, upper) of the loop over all query tiles of some heads; see `group_step`."""
+    if HEADS == 1:
         return begin, stop
-    return begin * 0, (stop - begin + BLOCK_M - 1) // BLOCK_M * T.GROUP_SIZE
+    return begin * 0, (stop - begin + STEP - 1) // STEP * HEADS
 
 
 @triton.jit
-def group_step(step, begin, upper, kv_head, BLOCK_M: tl.constexpr, T: tl.constexpr):
-    """(head, position) of a step: the steps of one head are positions, those of a group count tiles, head by head."""
-    if T.GROUP_SIZE == 1:
-        return kv_head, step
-    per_head = upper // T.GROUP_SIZE
-    return kv_head * T.GROUP_SIZE + step // per_head, begin + step % per_head * BLOCK_M
+def group_step(step, begin, upper, first_head, HEADS: tl.constexpr, STEP: tl.constexpr):
+    """(head, position) of a step: the steps of one head are positions, those of several count tiles, head by head."""
+    if HEADS == 1:
+        return first_head, step
+    per_head = upper // HEADS
+    return first_head + step // per_head, begin + step % per_head * STEP
 
 
 @triton.jit
@@ -178,26 +199,31 @@ def load_stats(
 def key_gradient_loop(
     dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
     alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
-    full_begin, full_end,
-    EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, JOINED: tl.constexpr,
-    T: tl.constexpr,
+    full_begin, full_end, entries, bits,
+    EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr,
+    JOINED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of the queries begin..gap_begin and gap_end..end of a group's heads to dK and dV. Queries
-    from full_begin to full_end need no mask. EDGE: rows may not exist (JOINED), or scores may be masked.
+    """Add the contributions of the queries begin..gap_begin and gap_end..end of HEADS heads to dK and dV. Queries from
+    full_begin to full_end need no mask. EDGE: rows may not exist (JOINED), or scores may be masked. With a tile mask
+    (JOINED), begin..end count the blocks that its list `entries` has.
 
     Works on transposed scores (keys are rows). One loop runs over heads and tiles, because ptxas serialises wgmma in
     nested loops.
     """
     STAGES: tl.constexpr = 1 if EDGE and JOINED else None
-    n_first, kv_head, batch_idx, q_start = place
+    STEP: tl.constexpr = BLOCK_M if entries is None else 1
+    n_first, first_head, batch_idx, q_start = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
-    lower, upper = group_steps(begin, loop_end(gap_begin, gap_end, end, EDGE, JOINED), BLOCK_M, T)
+    lower, upper = group_steps(begin, loop_end(gap_begin, gap_end, end, EDGE, JOINED), HEADS, STEP)
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     if lower < upper:
         tl.assume(lower < upper)
-        for step in tl.range(lower, upper, BLOCK_M if T.GROUP_SIZE == 1 else 1, num_stages=STAGES):
-            head, position = group_step(step, begin, upper, kv_head, BLOCK_M, T)
-            first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
+        if entries is not None:
+            first, kind = listed_block(entries, begin, BLOCK_M)
+        for step in tl.range(lower, upper, STEP if HEADS == 1 else 1, num_stages=STAGES):
+            head, position = group_step(step, begin, upper, first_head, HEADS, STEP)
+            if entries is None:
+                first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
             m_row = first + tl.arange(0, BLOCK_M)
             q_row, q_col = box_origin(q_desc, q_box, batch_idx, head, q_start, T.PACKED_Q)
             dout_row, dout_col = box_origin(dout_desc, dout_box, batch_idx, head, q_start, T.PACKED_Q)
@@ -224,6 +250,9 @@ def key_gradient_loop(
             )  # fmt: skip
             if JOINED and not EDGE:
                 p = mask_outside(p, first, full_begin, full_end, m_row[None, :], n_idx, band, seqlen_q, seqlen_k, T)
+            if entries is not None:
+                if kind >= 0:
+                    p = tl.where(are_seen(bits, kind, n_idx, first, BLOCK_M), p, 0.0)
             keep = True
             kept = p
             if T.HAS_DROPOUT:
@@ -234,58 +263,46 @@ def key_gradient_loop(
                 dp = dot(v_tile, tl.trans(dout_tile), T)
             _, ds = score_gradient(p, dp, capped, delta_tile[None, :], keep, scalars, T)
             dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
+            if entries is not None:
+                _, following = group_step(tl.minimum(step + 1, upper - 1), begin, upper, first_head, HEADS, STEP)
+                first, kind = listed_block(entries, following, BLOCK_M)
     return dk, dv
 
 
 @triton.jit
-def key_gradient_listed(
-    dk, dv, k_tile, v_tile, q, dout, lse_unit, delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band,
-    seqlen_q, seqlen_k, begin, end, tile_columns, bits,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
+def key_gradient_loops(
+    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
+    alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, lists, bits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr, JOINED: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """`key_gradient_loop` over the queries begin..end in the tiles that a tile mask lists, head by head."""
-    n_first, kv_head, batch_idx, q_start = place
-    n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
-    for member in tl.range(0, T.GROUP_SIZE):
-        head = kv_head * T.GROUP_SIZE + member
-        entries = list_of(tile_columns, batch_idx, head, n_first)
-        q_source = (q, head_base(q, batch_idx, head, q_start, T.PACKED_Q), None, 0, 0)
-        dout_source = (dout, head_base(dout, batch_idx, head, q_start, T.PACKED_Q), None, 0, 0)
-        lower, upper = listed_steps(entries, begin, end, BLOCK_M, T.HAS_LEFT or T.HAS_RIGHT)
-        for step in tl.range(lower, upper):
-            first, kind = listed_block(entries, step, BLOCK_M)
-            m_row = first + tl.arange(0, BLOCK_M)
-            # Blocks of the last tile may have no rows, nor statistics, where a sequence is shorter than the mask.
-            if first < seqlen_q:
-                q_tile = load_queries(q_source, first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-                dout_tile = load_queries(dout_source, first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-                lse_tile, delta_tile = load_stats(
-                    lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T
-                )
-                terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
-                dots = dot(k_tile, tl.trans(q_tile), T)
-                dp = dot(v_tile, tl.trans(dout_tile), T)
-                p, capped = probabilities(
-                    dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
-                )
-                p = hide_listed(p, bits, kind, m_row[None, :], n_idx)
-                keep = True
-                kept = p
-                if T.HAS_DROPOUT:
-                    keep = tl.trans(
-                        dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
-                    )
-                    kept = tl.where(keep, p * scalars.keep_scale, 0.0)
-                dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, T)
-                _, ds = score_gradient(p, dp, capped, delta_tile[None, :], keep, scalars, T)
-                dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
+    """Add the contributions of all queries of HEADS heads to dK and dV."""
+    n_first, first_head, batch_idx, _ = place
+    begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    entries = None
+    if lists is None:
+        whole = seqlen_q // BLOCK_M * BLOCK_M
+        inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
+    else:
+        entries = list_of(lists, batch_idx, first_head, n_first)
+        inner, outer = listed_bounds(entries, begin, end, seqlen_q, BLOCK_M, T.HAS_LEFT or T.HAS_RIGHT)
+    dk, dv = key_gradient_loop(
+        dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
+        alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1], inner[1],
+        inner[1], full_begin, full_end, entries, bits, False, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
+    )  # fmt: skip
+    dk, dv = key_gradient_loop(
+        dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
+        alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1], outer[2],
+        outer[3], full_begin, full_end, entries, bits, True, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
+    )  # fmt: skip
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def key_gradient_kernel(
     q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
-    tile_columns, tile_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
+    tile_columns, column_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
     JOINED: tl.constexpr,
 ):  # fmt: skip
@@ -299,9 +316,14 @@ def key_gradient_kernel(
         )
     else:
         num_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
+        if tile_columns is not None:
+            num_blocks = num_listed_blocks(sizes.seqlen_k, BLOCK_N)
         block, kv_head, batch_idx = work_item(
-            num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes, T.HAS_LEFT and not T.HAS_RIGHT
-        )
+            num_blocks, sizes.num_heads // T.GROUP_SIZE, sizes,
+            T.HAS_LEFT and not T.HAS_RIGHT and tile_columns is None,
+        )  # fmt: skip
+        if tile_columns is not None:
+            block = ranked_block(tile_columns, batch_idx, kv_head * T.GROUP_SIZE, block, BLOCK_N)
         q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     n_first = block * BLOCK_N
@@ -322,25 +344,14 @@ def key_gradient_kernel(
     v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     dk_acc = zeros(BLOCK_N, T.BLOCK_D)
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
-    begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    place = (n_first, kv_head, batch_idx, q_start)
-    if tile_columns is not None:
-        dk_acc, dv_acc = key_gradient_listed(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse_unit, delta, alibi_slopes, bias, mask, seed_ptr, place,
-            scalars, band, seqlen_q, seqlen_k, begin, end, tile_columns, tile_bits, BLOCK_M, BLOCK_N, T
-        )  # fmt: skip
-    else:
-        whole = seqlen_q // BLOCK_M * BLOCK_M
-        inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
-        dk_acc, dv_acc = key_gradient_loop(
+    # One loop takes all heads of a group, unless each has its own tiles.
+    HEADS: tl.constexpr = 1 if T.OWN_LISTS else T.GROUP_SIZE
+    for member in tl.range(0, T.GROUP_SIZE // HEADS):
+        place = (n_first, kv_head * T.GROUP_SIZE + member, batch_idx, q_start)
+        dk_acc, dv_acc = key_gradient_loops(
             dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
-            delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1],
-            inner[1], inner[1], full_begin, full_end, False, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
-        )  # fmt: skip
-        dk_acc, dv_acc = key_gradient_loop(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
-            delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1],
-            outer[2], outer[3], full_begin, full_end, True, BLOCK_M, BLOCK_N, EARLY_DP, JOINED, T
+            delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, tile_columns,
+            column_bits, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
         )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
@@ -351,19 +362,25 @@ def key_gradient_kernel(
 @triton.jit
 def query_gradient_loop(
     dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-    begin, gap_begin, gap_end, end, full_begin, full_end,
+    begin, gap_begin, gap_end, end, full_begin, full_end, entries, bits,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the keys begin..gap_begin and gap_end..end to dQ; see key_gradient_loop."""
+    STEP: tl.constexpr = BLOCK_N if entries is None else 1
     STAGES: tl.constexpr = 1 if EDGE and JOINED else None
     m_idx, head, batch_idx = place
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     stop = loop_end(gap_begin, gap_end, end, EDGE, JOINED)
     if begin < stop:
         tl.assume(begin < stop)
-        pages = key_pages(k_source, around_gap(begin, gap_begin, gap_end, EDGE and not JOINED), seqlen_k, BLOCK_N, T)
-        for position in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
-            first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
+        if entries is None:
+            first = around_gap(begin, gap_begin, gap_end, EDGE and not JOINED)
+        else:
+            first, kind = listed_block(entries, begin, BLOCK_N)
+        pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
+        for position in tl.range(begin, stop, STEP, num_stages=STAGES):
+            if entries is None:
+                first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
             k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
             v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
@@ -374,43 +391,20 @@ def query_gradient_loop(
             )
             if JOINED and not EDGE:
                 p = mask_outside(p, first, full_begin, full_end, m_idx[:, None], n_idx, band, seqlen_q, seqlen_k, T)
+            if entries is not None:
+                if kind >= 0:
+                    p = tl.where(are_seen(bits, kind, m_idx[:, None], first, BLOCK_N), p, 0.0)
             keep = True
             if T.HAS_DROPOUT:
                 keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
             _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
             dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
-            if T.PAGED:
+            if entries is not None:
+                first, kind = listed_block(entries, tl.minimum(position + 1, stop - 1), BLOCK_N)
+                pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
+            elif T.PAGED:
                 following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE and not JOINED)
                 pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
-    return dq
-
-
-@triton.jit
-def query_gradient_listed(
-    dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-    begin, end, entries, bits,
-    BLOCK_N: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """`query_gradient_loop` over the keys begin..end in the tiles that a tile mask lists."""
-    m_idx, head, batch_idx = place
-    lower, upper = listed_steps(entries, begin, end, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
-    for step in tl.range(lower, upper):
-        first, kind = listed_block(entries, step, BLOCK_N)
-        n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-        pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
-        k_tile = load_keys(k_source, pages, first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-        v_tile = load_keys(v_source, pages, first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-        dots = dot(q_tile, tl.trans(k_tile), T)
-        dp = dot(dout_tile, tl.trans(v_tile), T)
-        p, capped = probabilities(
-            dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
-        )
-        p = hide_listed(p, bits, kind, m_idx[:, None], n_idx)
-        keep = True
-        if T.HAS_DROPOUT:
-            keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
-        _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
-        dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
     return dq
 
 
@@ -428,7 +422,11 @@ def query_gradient_kernel(
         )
     else:
         num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
-        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+        if tile_rows is not None:
+            num_blocks = num_listed_blocks(sizes.seqlen_q, BLOCK_M)
+        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT and tile_rows is None)
+        if tile_rows is not None:
+            block = ranked_block(tile_rows, batch_idx, head, block, BLOCK_M)
         q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     m_first = block * BLOCK_M
@@ -458,22 +456,23 @@ def query_gradient_kernel(
     acc = zeros(BLOCK_M, T.BLOCK_D)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
-    if tile_rows is not None:
-        acc = query_gradient_listed(
-            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-            seqlen_k, begin, end, list_of(tile_rows, batch_idx, head, m_first), tile_bits, BLOCK_N, T
-        )  # fmt: skip
-    else:
+    entries = None
+    if tile_rows is None:
         whole = seqlen_k // BLOCK_N * BLOCK_N
         inner, outer = loop_bounds(begin, full_begin, full_end, end, whole, JOINED)
-        acc = query_gradient_loop(
-            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-            seqlen_k, inner[0], inner[1], inner[1], inner[1], full_begin, full_end, False, BLOCK_N, JOINED, T
-        )  # fmt: skip
-        acc = query_gradient_loop(
-            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-            seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, True, BLOCK_N, JOINED, T
-        )  # fmt: skip
+    else:
+        entries = list_of(tile_rows, batch_idx, head, m_first)
+        inner, outer = listed_bounds(entries, begin, end, seqlen_k, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
+    acc = query_gradient_loop(
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+        seqlen_k, inner[0], inner[1], inner[1], inner[1], full_begin, full_end, entries, tile_bits, False, BLOCK_N,
+        JOINED, T
+    )  # fmt: skip
+    acc = query_gradient_loop(
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+        seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, entries, tile_bits, True, BLOCK_N,
+        JOINED, T
+    )  # fmt: skip
     store_rows(
         acc * scalars.scale,
         head_base(dq, batch_idx, head, q_start, T.PACKED_Q),
@@ -621,7 +620,7 @@ def tile_score_gradient(
     )
     if tile_map is not None:
         kind = kind_at(tile_map, batch_idx, head, m_first, n_first)
-        p = hide_listed(p, tile_bits, kind, m_idx[:, None], n_idx)
+        p = hide_listed(p, tile_bits, kind, m_idx[:, None], n_first, BLOCK_N)
     ds_bias, _ = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
     return ds_bias
 

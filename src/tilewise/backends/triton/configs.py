@@ -125,7 +125,7 @@ _HOPPER: dict[Pass, Table] = {
 # Forward tiles for problems with plain scores and no padding. With few keys, starting a program and waiting for memory
 # take as long as the products; three or four programs per SM hide both.
 SHORT_KEYS = 512
-Kind = Literal["few banded", "few", "window", "many"]
+Kind = Literal["few banded", "few", "window", "many", "listed"]
 _HOPPER_PLAIN: dict[Kind, Table] = {
     # Under a mask, one loop waits for memory once, and K and V behind one barrier once per tile.
     "few banded": {
@@ -147,6 +147,22 @@ _HOPPER_PLAIN: dict[Kind, Table] = {
         64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128),
         # One loop beats two, and separate barriers beat a shared one.
         128: Config(64, 64, 4, 3, boxes=True, hold_queries=True, joined=True),
+    },
+}
+
+# Plain scores under a tile mask: as without one, but for tiles that would spill. Not measured.
+_HOPPER_LISTED: dict[Pass, Table] = {
+    "forward": {
+        64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128),
+        128: Config(64, 64, 4, 3, boxes=True, hold_queries=True),
+    },
+    "dkdv": {
+        64: _HOPPER["dkdv"][64],
+        128: Config(64, 64, 8, 2, descriptors=True),
+    },
+    "dq": {
+        64: Config(128, 64, 8, 3, descriptors=True),
+        128: _HOPPER["dq"][128],
     },
 }
 
@@ -357,9 +373,11 @@ def choose(
         return (_QUANTISED_HOPPER if device.has_wgmma else _QUANTISED)[direction][width]
     if itemsize == 4:
         return _SINGLE[direction][width]
+    if device.has_wgmma and "listed" in kinds and not rich and width in _HOPPER_LISTED[direction]:
+        return _HOPPER_LISTED[direction][width]
     if direction == "forward" and device.has_wgmma and not rich:
         for kind in kinds:
-            if width in _HOPPER_PLAIN[kind]:
+            if width in _HOPPER_PLAIN.get(kind, {}):
                 return _HOPPER_PLAIN[kind][width]
     return (_RICH if rich else _plain_table(device))[direction][width]
 
@@ -447,6 +465,8 @@ def _kinds(problem: AttentionProblem) -> tuple[Kind, ...]:
     """
     if not is_plain(problem) or problem.head_dim != problem.head_dim_v:
         return ()
+    if problem.tiles_shape is not None:
+        return ("listed",)
     left, right = problem.band
     few = problem.seqlen_k <= SHORT_KEYS
     asked: tuple[tuple[Kind, bool], ...] = (
@@ -487,10 +507,9 @@ def is_exact(problem: AttentionProblem) -> bool:
 
 
 def is_plain(problem: AttentionProblem) -> bool:
-    """Whether rows have 16 or 32 bits, heads need no padding, scores are untransformed, and no tile mask is given."""
+    """Whether rows have 16 or 32 bits, heads need no padding, and scores are untransformed."""
     dims = (problem.head_dim, problem.head_dim_v)
     plain = not (is_transformed(problem) or is_exact(problem))
-    plain &= problem.tiles_shape is None
     return problem.kind != "paged" and not problem.fp8 and plain and tile_widths(*dims) == dims
 
 
@@ -500,7 +519,7 @@ def is_rich(problem: AttentionProblem, direction: str) -> bool:
     In the backward a pointer for each row of small pages counts too. The forward looks pages up one tile ahead and
     keeps the larger tile, which is faster.
     """
-    extras = (problem.bias_shape, problem.mask_shape, problem.tiles_shape, problem.softcap)
+    extras = (problem.bias_shape, problem.mask_shape, problem.softcap)
     small_pages = direction != "forward" and problem.page_size is not None and problem.page_size % LARGEST_TILE != 0
     return problem.dropout > 0.0 or small_pages or any(extra is not None for extra in extras)
 

@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.gpu.work_list import listed_item
-from tilewise.backends.triton.listed import hide_scores, list_of, listed_block, listed_steps
+from tilewise.backends.triton.listed import (
+    are_seen,
+    list_of,
+    listed_block,
+    listed_steps,
+    num_listed_blocks,
+    ranked_block,
+)
 from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -184,33 +191,41 @@ def attend_joined(
 
 @triton.jit
 def attend_listed(
-    acc, row_max, row_sum, q, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin, end, entries,
-    bits,
+    acc, row_max, row_sum, q, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin, full_begin,
+    full_end, end, entries, bits,
     BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """`attend` over the keys begin..end in the tiles that a tile mask lists."""
+    """`attend` over the keys begin..end in the tiles that a tile mask lists, in one loop. Branches mask the blocks that
+    are not between full_begin and full_end, and those of tiles with bits.
+    """
     m_idx, head, batch_idx = place
     scale_log2 = scalars.scale * LOG2E
     lower, upper = listed_steps(entries, begin, end, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
-    for step in tl.range(lower, upper):
-        first, kind = listed_block(entries, step, BLOCK_N)
-        n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+    if lower < upper:
+        tl.assume(lower < upper)
+        first, kind = listed_block(entries, lower, BLOCK_N)
         pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
-        scores = key_products(q, k_source, pages, first, seqlen_k, True, BLOCK_N, T)
-        v_scales = value_scales(v_source, pages, first, seqlen_k, BLOCK_N, T)
-        if T.TRANSFORMED:
-            scores, _ = natural_scores(scores, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, True, T)
-        scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
-        scores = hide_scores(scores, bits, kind, m_idx[:, None], n_idx)
-        tops, v_scales = row_tops(scores, v_scales, T)
-        if T.TRANSFORMED:
-            p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
-        else:
-            p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scale_log2, T)
-        if T.HAS_DROPOUT:
-            kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
-            p = tl.where(kept, p, 0.0)
-        acc = add_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, True, BLOCK_N, T)
+        for step in tl.range(lower, upper):
+            n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+            scores = key_products(q, k_source, pages, first, seqlen_k, True, BLOCK_N, T)
+            v_scales = value_scales(v_source, pages, first, seqlen_k, BLOCK_N, T)
+            if T.TRANSFORMED:
+                scores, _ = natural_scores(scores, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, True, T)
+            if (first < full_begin) | (first >= full_end):
+                scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+            if kind >= 0:
+                scores = tl.where(are_seen(bits, kind, m_idx[:, None], first, BLOCK_N), scores, NEG_INF)
+            tops, v_scales = row_tops(scores, v_scales, T)
+            if T.TRANSFORMED:
+                p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
+            else:
+                p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scale_log2, T)
+            if T.HAS_DROPOUT:
+                kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+                p = tl.where(kept, p, 0.0)
+            acc = add_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, True, BLOCK_N, T)
+            first, kind = listed_block(entries, tl.minimum(step + 1, upper - 1), BLOCK_N)
+            pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
     return acc, row_max, row_sum
 
 
@@ -294,12 +309,16 @@ def forward_kernel(
         )
     else:
         num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+        if tile_rows is not None:
+            num_blocks = num_listed_blocks(sizes.seqlen_q, BLOCK_M)
         if DIRECT:
             block, head, batch_idx = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-            if T.HAS_RIGHT:
+            if T.HAS_RIGHT and tile_rows is None:
                 block = num_blocks - 1 - block
         else:
-            block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+            block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT and tile_rows is None)
+        if tile_rows is not None:
+            block = ranked_block(tile_rows, batch_idx, head, block, BLOCK_M)
         q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     if T.PACKED_Q and work is None:
@@ -359,7 +378,7 @@ def forward_kernel(
     if tile_rows is not None:
         acc, row_max, row_sum = attend_listed(
             acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin,
-            end, list_of(tile_rows, batch_idx, head, m_first), tile_bits, BLOCK_N, T
+            full_begin, full_end, end, list_of(tile_rows, batch_idx, head, m_first), tile_bits, BLOCK_N, T
         )  # fmt: skip
     elif JOINED:
         acc, row_max, row_sum = attend_joined(

@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise import tiles
 from tilewise.backends.gpu import launching
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
@@ -59,6 +58,7 @@ from tilewise.device import DeviceSpec
 from tilewise.numerics import LN2, LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
+from tilewise.tiles import TILE, lists_of
 
 # The tensors of a backward: its operands, and table entries in order for the backward of paged keys.
 GIVEN = (*BACKWARD_GIVEN, "order", "page_ends")
@@ -110,9 +110,10 @@ def ready(problem: AttentionProblem, operands: Operands) -> Operands:
     """The operands with the seed on the device, and the lists of a tile mask."""
     if problem.tiles_shape is not None and operands.tile_lists is None:
         assert operands.tiles is not None
+        assert operands.tile_bits is not None
         # Without those of broadcast sequences and heads.
         stored = operands.tiles[: problem.tiles_shape[0], : problem.tiles_shape[1]]
-        operands = operands._replace(tile_lists=tiles.lists_of(stored))
+        operands = operands._replace(tile_lists=lists_of(stored, operands.tile_bits))
     seed, where = operands.seed, operands.q.device
     if seed is None:
         return operands
@@ -375,7 +376,7 @@ def tiled_calls(plan: Plan, views: Views) -> list[KernelCall]:
         return _listed_calls(plan, arguments, config)
     arguments["DIRECT"] = direct = _is_direct(plan, config)
     arguments |= {"work": None, "sizes": plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)}
-    tiles = triton.cdiv(plan.sizes.seqlen_q, config.block_m)
+    tiles = _blocks(plan, plan.sizes.seqlen_q, config.block_m)
     call = tiled(forward.forward_kernel, tiles * problem.num_heads * problem.batch, arguments, config)
     return [replace(call, grid=(tiles, problem.num_heads, problem.batch)) if direct else call]
 
@@ -390,6 +391,18 @@ def _listed_calls(plan: Plan, arguments: dict[str, Any], config: Config) -> list
     arguments |= {"work": WORK, "sizes": plan.sizes._replace(heads_per_wave=heads), "DIRECT": direct}
     call = tiled(forward.forward_kernel, tiles * plan.problem.num_heads, arguments, config)
     return [_listing(plan, config), replace(call, grid=(heads, tiles, waves)) if direct else call]
+
+
+def _blocks(plan: Plan, length: int, block: int) -> int:
+    """Programs for so many rows: under a tile mask for whole tiles of it, because programs take those in its order."""
+    whole = length if plan.problem.tiles_shape is None else triton.cdiv(length, TILE) * TILE
+    blocks: int = triton.cdiv(whole, block)
+    return blocks
+
+
+def _joins(plan: Plan, config: Config) -> bool:
+    """Whether masked tiles share the loop of unmasked ones: those of a tile mask always do."""
+    return config.joined or plan.problem.tiles_shape is not None
 
 
 def _is_direct(plan: Plan, config: Config) -> bool:
@@ -531,14 +544,14 @@ def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) ->
     width = problem.head_dim + problem.head_dim_v
     bytes_per_head = problem.seqlen_q * width * problem.dtype.itemsize * problem.group_size
     arguments = shared | key_gradient_rows(problem, dk, dv)
-    arguments |= {"work": work_address(plan, "dkdv"), "EARLY_DP": config.early_dp, "JOINED": config.joined}
+    arguments |= {"work": work_address(plan, "dkdv"), "EARLY_DP": config.early_dp, "JOINED": _joins(plan, config)}
     arguments |= query_descriptors(plan, shared, config) | stat_descriptors(plan, config)
     if is_listed(plan, "dkdv"):
         arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dkdv"))
         tiles = listed_tiles(plan, "dkdv")
     else:
         arguments["sizes"] = plan.sizes_streaming(config, bytes_per_head, 1)
-        tiles = triton.cdiv(problem.seqlen_k, config.block_n) * problem.batch
+        tiles = _blocks(plan, problem.seqlen_k, config.block_n) * problem.batch
     return tiled(bwd.key_gradient_kernel, tiles * problem.num_kv_heads, arguments, config)
 
 
@@ -582,14 +595,18 @@ def gather_pages_call(plan: Plan, views: Views, name: str, target: View, dim: in
 def query_gradient_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelCall:
     """The kernel that writes dQ."""
     problem, config = plan.problem, plan.config("dq")
-    arguments = shared | {"dq": query_rows(plan, "dq", dq), "work": work_address(plan, "dq"), "JOINED": config.joined}
+    arguments = shared | {
+        "dq": query_rows(plan, "dq", dq),
+        "work": work_address(plan, "dq"),
+        "JOINED": _joins(plan, config),
+    }
     arguments |= key_descriptors(plan, shared, config)
     if is_listed(plan, "dq"):
         arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dq"))
         tiles = listed_tiles(plan, "dq")
     else:
         arguments["sizes"] = plan.sizes_streaming(config, _key_bytes(plan), problem.group_size)
-        tiles = triton.cdiv(plan.sizes.seqlen_q, config.block_m) * problem.batch
+        tiles = _blocks(plan, plan.sizes.seqlen_q, config.block_m) * problem.batch
     return tiled(bwd.query_gradient_kernel, tiles * problem.num_heads, arguments, config)
 
 

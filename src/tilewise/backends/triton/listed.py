@@ -1,8 +1,9 @@
 """Tile masks: loops over the tiles that a mask lists (see tilewise.tiles), in place of the loops over all keys or
 queries of the other kernels.
 
-A list has the number of its entries, then (tile, kind) of each, in order. Sides of kernel tiles divide 128, so each
-lies in one tile of the mask, and one test per kernel tile says whether bits are read.
+Sides of kernel tiles (blocks) divide 128, so each lies in one tile of the mask, and one test per block says whether
+bits are read. A loop counts the blocks of the tiles in a list, and looks each up one step ahead: a lookup in the step
+that needs it would take a pipeline stage.
 """
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
@@ -15,12 +16,15 @@ import triton
 import triton.language as tl
 
 from tilewise import tiles
-from tilewise.backends.triton.primitives import NEG_INF
 
 TILE, WORD = tl.constexpr(tiles.TILE), tl.constexpr(tiles.WORD)
 EMPTY = tl.constexpr(tiles.EMPTY)
 # Words of a tile's bits.
 TILE_WORDS = tl.constexpr(tiles.WORDS * tiles.TILE)
+
+
+# Where a list's entries begin (see tiles.lists_of).
+ENTRIES = tl.constexpr(2)
 
 
 @triton.jit
@@ -31,62 +35,75 @@ def list_of(lists, batch_idx, head, first):
 
 
 @triton.jit
-def entries_before(entries, tile):
-    """How many entries of a list come before a tile, by bisection."""
-    low = tl.load(entries) * 0
-    high = tl.load(entries)
+def ranked_block(lists, batch_idx, head, block, BLOCK: tl.constexpr):
+    """The block that a program takes, such that long rows (or columns) of tiles come first."""
+    PARTS: tl.constexpr = TILE // BLOCK
+    return tl.load(list_of(lists, batch_idx, head, block * BLOCK) + 1) * PARTS + block % PARTS
+
+
+@triton.jit
+def num_listed_blocks(length, BLOCK: tl.constexpr):
+    """Blocks of whole tiles."""
+    return (length + TILE - 1) // TILE * (TILE // BLOCK)
+
+
+@triton.jit
+def blocks_before(entries, token, BLOCK: tl.constexpr):
+    """How many blocks of a list's tiles come before a token, a multiple of BLOCK."""
+    PARTS: tl.constexpr = TILE // BLOCK
+    count = tl.load(entries)
+    tile = token // TILE
+    # Most often all of them, or all but the last.
+    low = count * 0
+    high = count
+    if tl.load(entries + ENTRIES + 2 * (count - 1), mask=count > 0, other=-1) < tile:
+        low = count
     while low < high:
         middle = (low + high) // 2
-        if tl.load(entries + 1 + 2 * middle) < tile:
+        if tl.load(entries + ENTRIES + 2 * middle) < tile:
             low = middle + 1
         else:
             high = middle
-    return low
+    inside = tl.load(entries + ENTRIES + 2 * low, mask=low < count, other=-1) == tile
+    return low * PARTS + tl.where(inside, token % TILE // BLOCK, 0)
 
 
 @triton.jit
 def listed_steps(entries, begin, end, BLOCK: tl.constexpr, BANDED: tl.constexpr):
-    """(first, end) of a loop over blocks of the tiles in a list; BANDED: those with tokens in [begin, end)."""
-    PARTS: tl.constexpr = TILE // BLOCK
+    """(first, end) of a loop over the listed blocks with tokens in [begin, end); without BANDED `begin` is 0."""
+    upper = blocks_before(entries, (end + BLOCK - 1) // BLOCK * BLOCK, BLOCK)
     if BANDED:
-        return (
-            entries_before(entries, begin // TILE) * PARTS,
-            entries_before(entries, (end + TILE - 1) // TILE) * PARTS,
-        )
+        return blocks_before(entries, begin // BLOCK * BLOCK, BLOCK), upper
     else:
-        return begin * 0, tl.load(entries) * PARTS
+        return upper * 0, upper
 
 
 @triton.jit
 def listed_block(entries, step, BLOCK: tl.constexpr):
-    """(first token, kind of the tile) of a step. The interpreter's loop counter is a number without these operators."""
+    """(first token, kind of the tile) of a step."""
     PARTS: tl.constexpr = TILE // BLOCK
-    step = tl.to_tensor(step)
-    at = entries + 1 + 2 * (step // PARTS)
+    at = entries + ENTRIES + 2 * (step // PARTS)
     return tl.load(at) * TILE + step % PARTS * BLOCK, tl.load(at + 1)
 
 
 @triton.jit
-def are_seen(bits, kind, m_idx, n_idx):
-    """Which pairs the bits of a partial tile show; m_idx and n_idx broadcast against each other."""
-    words = bits + tl.cast(kind, tl.int64) * TILE_WORDS
-    word = tl.load(words + (m_idx % TILE // WORD * TILE + n_idx % TILE))
-    return ((word >> (m_idx % WORD)) & 1) != 0
+def are_seen(bits, kind, rows, first, BLOCK: tl.constexpr):
+    """Which pairs the bits of a partial tile show: of tokens `rows`, (number, 1), and the BLOCK tokens from `first` on.
+    A word holds 32 pairs of a row.
+    """
+    words = bits + tl.cast(kind, tl.int64) * TILE_WORDS + (first % TILE // WORD * TILE + rows % TILE)
+    column = tl.arange(0, BLOCK)[None, :]
+    word = tl.load(words)
+    for group in tl.static_range(1, BLOCK // WORD):
+        word = tl.where(column >= group * WORD, tl.load(words + group * TILE), word)
+    return ((word >> ((first + column) % WORD)) & 1) != 0
 
 
 @triton.jit
-def hide_scores(scores, bits, kind, m_idx, n_idx):
-    """Scores with -inf for the pairs that the bits of the tile hide."""
-    if kind >= 0:
-        scores = tl.where(are_seen(bits, kind, m_idx, n_idx), scores, NEG_INF)
-    return scores
-
-
-@triton.jit
-def hide_listed(p, bits, kind, m_idx, n_idx):
+def hide_listed(p, bits, kind, m_idx, n_first, BLOCK_N: tl.constexpr):
     """P with 0 for the pairs that the tile mask hides."""
     if kind >= 0:
-        p = tl.where(are_seen(bits, kind, m_idx, n_idx), p, 0.0)
+        p = tl.where(are_seen(bits, kind, m_idx, n_first, BLOCK_N), p, 0.0)
     if kind == EMPTY:
         p = tl.zeros_like(p)
     return p

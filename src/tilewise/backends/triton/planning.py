@@ -129,7 +129,7 @@ class Traits:
 
     FP8: K and V are e4m3 (see quantised.py), multiplied in fp16 if HALF, else in fp32. FP8_Q: q is e4m3 too.
     *_SHARED_ROWS rows share a scale, 0 means all rows of a head. E4M3_INSTRUCTION: the device has a conversion
-    instruction.
+    instruction. OWN_LISTS: heads that share K and V have tile masks of their own.
     """
 
     PACKED_Q: bool
@@ -161,6 +161,7 @@ class Traits:
     K_SHARED_ROWS: int = 0
     V_SHARED_ROWS: int = 0
     E4M3_INSTRUCTION: bool = False
+    OWN_LISTS: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +287,7 @@ def traits_of(
         K_SHARED_ROWS=k_rows,
         V_SHARED_ROWS=v_rows,
         E4M3_INSTRUCTION=bool(problem.fp8) and device.has_fp8,
+        OWN_LISTS=problem.tiles_shape is not None and problem.tiles_shape[1] > 1 and problem.group_size > 1,
     )
 
 

@@ -1,0 +1,246 @@
+"""Tile masks on a real GPU: results against dense masks and the calls' own flags, reuse without waiting, graphs.
+
+The conformance suite runs there with `pytest tests/backends/test_conformance.py --backend triton --device cuda -k
+tiles`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise import TileMask, tile_mask
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+NoWaiting = Callable[[], AbstractContextManager[None]]
+LENGTH = 1000
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def holes(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> TileMask:
+    """Tiles of all kinds, with rows that see nothing."""
+    kinds = torch.randint(0, 3, (batch, heads, -(-seqlen_q // 128), -(-seqlen_k // 128)), device="cuda")
+    kinds = kinds.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, :seqlen_q, :seqlen_k]
+    dense = (kinds == 2) | ((kinds == 1) & (torch.rand(kinds.shape, device="cuda") < 0.5))
+    dense[:, :, ::97] = False
+    return TileMask.from_dense(dense)
+
+
+MASKS: dict[str, Callable[[], TileMask]] = {
+    "prefix": lambda: TileMask.prefix(300, LENGTH, device="cuda"),
+    "documents": lambda: TileMask.documents(torch.arange(LENGTH, device="cuda") // 130),
+    "chunks": lambda: TileMask.chunks(256, LENGTH, device="cuda"),
+    "grid": lambda: TileMask.neighbourhood((25, 40), (7, 9), device="cuda"),
+    "function": lambda: tile_mask(lambda _b, _h, i, j: (i >= j) & (i % 3 != j % 5), LENGTH, LENGTH, device="cuda"),
+    "holes": lambda: holes(1, 1, LENGTH, LENGTH),
+    "of sequences and heads": lambda: holes(2, 8, LENGTH, LENGTH),
+}
+every_mask = pytest.mark.parametrize("name", MASKS)
+
+
+def trained(attend: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
+    """The result and the gradients."""
+    leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+    out = attend(*leaves)
+    draw = torch.Generator(device="cuda").manual_seed(1)
+    dout = torch.randn(out.shape, device="cuda", dtype=torch.float32, generator=draw).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def assert_near(got: list[Tensor], want: list[Tensor]) -> None:
+    for one, other in zip(got, want, strict=True):
+        bound = 2**-6 * max(1.0, other.abs().max().item())
+        torch.testing.assert_close(one.float(), other.float(), atol=bound, rtol=0.0)
+
+
+@every_mask
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_results_are_those_of_the_dense_mask(name: str, head_dim: int, kv_heads: int) -> None:
+    mask = MASKS[name]()
+    dense = mask.dense()
+    q, k, v = randn(2, 8, LENGTH, head_dim), randn(2, kv_heads, LENGTH, head_dim), randn(2, kv_heads, LENGTH, head_dim)
+    for flags in ({}, {"causal": True}, {"window": (200, 100)}):
+        got = trained(lambda q, k, v, flags=flags: tw.attention(q, k, v, mask=mask, **flags), q, k, v)
+        want = trained(lambda q, k, v, flags=flags: tw.attention(q, k, v, mask=dense, **flags), q, k, v)
+        assert_near(got, want)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_flags_written_as_masks(head_dim: int, dtype: torch.dtype) -> None:
+    length = 2048
+    q, k, v = (randn(1, 4, length, head_dim, dtype=dtype) for _ in range(3))
+    position = torch.arange(length, device="cuda")
+    causal = tile_mask(lambda _b, _h, i, j: i >= j, length, length, device="cuda")
+    window = TileMask.from_intervals((position - 500).clamp_min(0), position + 1, length)
+    for mask, flags in ((causal, {"causal": True}), (window, {"causal": True, "window": (500, 0)})):
+        got = trained(lambda q, k, v, mask=mask: tw.attention(q, k, v, mask=mask), q, k, v)
+        want = trained(lambda q, k, v, flags=flags: tw.attention(q, k, v, **flags), q, k, v)
+        assert_near(got, want)
+
+
+def test_packed_sequences_with_masks_of_their_own() -> None:
+    lengths = [300, 1, 777, 128]
+    masks = [holes(1, 1, n, n) for n in lengths]
+    stacked = TileMask.stack(masks)
+    total, longest = sum(lengths), max(lengths)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device="cuda")
+    q, k, v = randn(total, 8, 128), randn(total, 2, 128), randn(total, 2, 128)
+    flags: dict[str, Any] = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    got = trained(lambda q, k, v: tw.attention_varlen(q, k, v, bounds, bounds, mask=stacked, **flags), q, k, v)
+    wants = []
+    for part_q, part_k, part_v, mask in zip(*(t.split(lengths) for t in (q, k, v)), masks, strict=True):
+        heads_first = (t.transpose(0, 1)[None] for t in (part_q, part_k, part_v))
+        wants.append(tw.attention(*heads_first, mask=mask.dense())[0].transpose(0, 1))
+    assert_near(got[:1], [torch.cat(wants)])
+    dense = stacked.dense()
+    want = trained(lambda q, k, v: tw.attention_varlen(q, k, v, bounds, bounds, mask=dense, **flags), q, k, v)
+    assert_near(got, want)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+def test_a_tree_over_the_last_keys_of_pages(page_size: int) -> None:
+    """Speculative decoding: the rows of a draft see the context and their ancestors."""
+    context, parents = 640, [-1, 0, 0, 1, 1, 2, 5, 6]
+    keys = context + len(parents)
+    pages = -(-keys // page_size)
+    tree = TileMask.stack([TileMask.tree(parents, context, device="cuda")], seqlen_k=pages * page_size)
+    k, v = (randn(2 * pages, page_size, 2, 128) for _ in range(2))
+    table = torch.randperm(2 * pages, device="cuda").view(2, pages).int()
+    lengths = torch.full((2,), keys, dtype=torch.int32, device="cuda")
+    bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device="cuda")
+    q = randn(16, 8, 128)
+    flags: dict[str, Any] = {"cu_seqlens_q": bounds, "max_seqlen_q": 8}
+    got = tw.attention_paged(q, k, v, table, lengths, mask=tree, **flags)
+    want = tw.attention_paged(q, k, v, table, lengths, mask=tree.dense(), **flags)
+    assert_near([got], [want])
+
+
+def test_reusing_a_mask_does_not_wait(no_waiting: NoWaiting) -> None:
+    q, k, v = (randn(1, 4, LENGTH, 64).requires_grad_() for _ in range(3))
+    mask = MASKS["holes"]()
+
+    def step() -> None:
+        out = tw.attention(q, k, v, mask=mask)
+        torch.autograd.grad(out, (q, k, v), out.detach())
+
+    step()
+    with no_waiting():
+        for _ in range(3):
+            step()
+            with torch.inference_mode():
+                tw.attention(q, k, v, mask=mask, causal=True)
+
+
+def test_a_graph_with_a_reused_mask() -> None:
+    q, k, v = (randn(1, 4, LENGTH, 128) for _ in range(3))
+    mask = MASKS["documents"]()
+    tw.attention(q, k, v, mask=mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tw.attention(q, k, v, mask=mask)
+    for _ in range(3):
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, tw.attention(q, k, v, mask=mask))
+
+
+def test_one_mask_in_threads_and_streams() -> None:
+    mask = MASKS["function"]()
+    inputs = [[randn(1, 4, LENGTH, 64) for _ in range(3)] for _ in range(4)]
+    wanted = [tw.attention(*qkv, mask=mask) for qkv in inputs]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            found = [tw.attention(*inputs[number], mask=mask) for _ in range(20)]
+            stream.synchronize()
+        if not all(torch.equal(one, wanted[number]) for one in found):
+            wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+# Importing inductor is enough for torch 2.11 to warn about its own use of TorchScript.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_compiled_whole() -> None:
+    q, k, v = (randn(1, 4, LENGTH, 64) for _ in range(3))
+    mask = MASKS["prefix"]()
+    compiled = torch.compile(lambda q: tw.attention(q * 2, k, v, mask=mask), fullgraph=True)
+    assert_near([compiled(q)], [tw.attention(q * 2, k, v, mask=mask)])
+
+
+def test_a_mask_on_another_device() -> None:
+    q = randn(1, 4, 300, 64)
+    mask = TileMask.prefix(100, 300)
+    with pytest.raises(tw.InvalidProblem, match="mask"):
+        tw.attention(q, q, q, mask=mask)
+    with pytest.raises(tw.InvalidProblem, match="mask"):
+        tw.attention(q.cpu(), q.cpu(), q.cpu(), mask=mask.to("cuda"))
+    assert_near([tw.attention(q, q, q, mask=mask.to("cuda"))], [tw.attention(q, q, q, mask=mask.dense().cuda())])
+
+
+@every_mask
+def test_masks_are_the_same_on_both_devices(name: str) -> None:
+    """Moved, pickled, combined."""
+    mask = MASKS[name]()
+    here = mask.to("cpu")
+    assert torch.equal(mask.dense().cpu(), here.dense())
+    assert torch.equal(here.to("cuda").dense(), mask.dense())
+    again = pickle.loads(pickle.dumps(mask))
+    assert torch.equal(again.dense(), mask.dense())
+    assert again.lists is not None
+    other = MASKS["prefix"]()
+    for got, want in (
+        (mask & other, here & other.to("cpu")), (mask | other, here | other.to("cpu")), (~mask, ~here),
+        (mask.cut((128, 900), (0, 777)), here.cut((128, 900), (0, 777))),
+    ):  # fmt: skip
+        assert torch.equal(got.dense().cpu(), want.dense())
+
+
+def test_making_a_document_mask_takes_a_millisecond() -> None:
+    """16 documents whose edges lie inside tiles, in 16,384 tokens. The least of several: other programs run too."""
+    ids = torch.arange(16384, device="cuda") // 1000
+    seconds = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        TileMask.documents(ids)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) <= 1e-3
+
+
+def test_explain_shows_what_a_mask_leaves() -> None:
+    q = randn(1, 4, LENGTH, 64)
+    mask = MASKS["documents"]()
+    shown = str(tw.explain(q, q, q, mask=mask))
+    assert "triton" in shown
+    assert f"{mask.counts.visited * 4:,} of {mask.tiles.numel() * 4:,} visited" in shown
+    assert "tile mask is not compiled into these kernels" in shown
