@@ -122,12 +122,12 @@ def key_loop(
     lse_unit, delta, mean, rate, lse_desc, delta_desc, mean_desc, rate_desc = statistics
     n_first, kv_head, batch_idx, q_start = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
-    lower, upper = group_steps(begin, gap_begin + tl.maximum(end - gap_end, 0), BLOCK_M, T)
+    lower, upper = group_steps(begin, gap_begin + tl.maximum(end - gap_end, 0), T.GROUP_SIZE, BLOCK_M)
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     if lower < upper:
         tl.assume(lower < upper)
         for step in tl.range(lower, upper, BLOCK_M if T.GROUP_SIZE == 1 else 1):
-            head, position = group_step(step, begin, upper, kv_head, BLOCK_M, T)
+            head, position = group_step(step, begin, upper, kv_head * T.GROUP_SIZE, T.GROUP_SIZE, BLOCK_M)
             first = around_gap(position, gap_begin, gap_end, EDGE)
             m_row = first + tl.arange(0, BLOCK_M)
             q_tile = load_query_tile(
