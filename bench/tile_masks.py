@@ -194,6 +194,7 @@ def entrants(made: Made, mask: TileMask, device: str) -> dict[str, Attend]:
         dense = mask.dense()
         found["sdpa"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=dense)
     else:
+        found["tiles triton"] = lambda *x: tw.attention(*x, mask=mask, backend="triton")
         found["flex"] = flex(mask, made.pairs)
     return found
 

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 import tilewise as tw
 from tilewise import TileMask, dispatch, tile_mask, tile_masks
 from tilewise.testing.threads import one_thread
-from tilewise.tiles import lists_of, packed, unpacked
+from tilewise.tiles import EMPTY, FULL, lists_of, packed, sections, unpacked
 
 Sees = Callable[[int, int, Tensor, Tensor], Tensor]
 
@@ -244,21 +244,34 @@ def test_verifying_a_tree_in_pages() -> None:
 def test_the_lists_of_rows_and_columns() -> None:
     """What GPU kernels walk: every tile that is not empty, in order, with its kind, and the bits both ways."""
     mask = random_mask(500, 300, batch=2, heads=3)
-    *_, rows, cols = mask.tiles.shape
-    found = lists_of(mask.tiles, mask.bits)
-    lists, turned = found.split((len(found) - mask.bits.numel(), mask.bits.numel()))
-    for kinds, listed in zip(mask.tiles.flatten(0, 1), lists.view(6, -1), strict=True):
-        by_row, by_column = listed.split((rows * (2 + 2 * cols), cols * (2 + 2 * rows)))
-        for lines, entries in ((kinds, by_row.view(rows, -1)), (kinds.T, by_column.view(cols, -1))):
+    batch, heads, rows, cols = mask.tiles.shape
+    parts, found = sections((batch, heads, rows, cols)), lists_of(mask.tiles, mask.bits)
+    lists, groups, turned = found.split((parts.groups, parts.bits - parts.groups, mask.bits.numel()))
+    by_head = zip(mask.tiles.flatten(0, 1), lists.view(6, -1), groups.view(6, rows, -1), strict=True)
+    for kinds, listed, grouped in by_head:
+        by_row, by_column = listed[: parts.columns].view(rows, -1), listed[parts.columns :].view(cols, -1)
+        for lines, entries in ((kinds, by_row), (kinds.T, by_column)):
             for line, (count, _, *pairs) in zip(lines.tolist(), entries.tolist(), strict=True):
-                inside = list(zip(pairs[: 2 * count : 2], pairs[1 : 2 * count : 2], strict=True))
-                assert inside == [(at, kind) for at, kind in enumerate(line) if kind != -2]
+                assert listed_pairs(pairs, count) == [(at, kind) for at, kind in enumerate(line) if kind != EMPTY]
             # Rows and columns by the number of their entries.
             ranked = entries[:, 1].tolist()
             assert sorted(ranked) == list(range(len(lines)))
             counts = [entries[line, 0].item() for line in ranked]
             assert counts == sorted(counts, reverse=True)
+        assert grouped[:, 0].tolist() == by_row[:, 1].tolist()
+        for row, count, masked, _, *pairs in grouped.tolist():
+            entries = listed_pairs(pairs, count)
+            seen = [(at, kind) for at, kind in enumerate(kinds[row].tolist()) if kind != EMPTY]
+            assert sorted(entries) == seen or (entries[0][1] == EMPTY and not seen)
+            assert masked >= 1
+            # What follows needs no mask: full, and not at the end of the keys.
+            assert all(kind == FULL and at < cols - 1 for at, kind in entries[masked:])
     assert torch.equal(turned.view_as(mask.bits), packed(unpacked(mask.bits).transpose(1, 2)))
+
+
+def listed_pairs(words: list[int], count: int) -> list[tuple[int, int]]:
+    """The first (tile, kind) of a list."""
+    return list(zip(words[: 2 * count : 2], words[1 : 2 * count : 2], strict=True))
 
 
 def test_memory_is_a_fraction_of_the_dense_mask() -> None:
@@ -362,7 +375,12 @@ def test_explain_counts_the_tiles() -> None:
     assert plan.flops_forward < 0.4 * tw.explain(q, q, q, causal=True).flops_forward
     assert "96 of 512 visited" in " ".join(str(plan).split())
     assert tw.explain(q, q, q).mask is None
-    there = tw.explain(q.bfloat16(), q.bfloat16(), q.bfloat16(), mask=mask, device="h200")
+    half = q.bfloat16()
+    there = tw.explain(half, half, half, mask=mask, device="h200")
+    assert there.backend == "hopper"
+    assert there.mask is not None
+    assert tuple(there.mask.tiles) == (8 * 16, 0, 8 * 48)
+    there = tw.explain(half, half, half, mask=mask, causal=True, device="h200")
     assert there.backend == "triton"
     assert [name for name, reason in there.rejected if "tile mask" in reason] == ["hopper"]
 

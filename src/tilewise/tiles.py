@@ -7,6 +7,8 @@ Pairs past the lengths may have any bit: kernels hide them by the lengths.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,14 +16,17 @@ from torch import Tensor
 __all__ = [
     "EMPTY",
     "FULL",
+    "GROUPS_HEADER",
     "TILE",
     "WORD",
     "WORDS",
+    "Sections",
     "at_once",
     "is_visible",
     "lists_of",
     "num_tiles",
     "packed",
+    "sections",
     "unpacked",
     "visible",
 ]
@@ -31,11 +36,39 @@ EMPTY, FULL = -2, -1
 # Queries whose bits share a word, and words of a key.
 WORD = 32
 WORDS = TILE // WORD
+# Words of a list of `_groups` before its entries.
+GROUPS_HEADER = 4
 
 
 def num_tiles(length: int) -> int:
     """Tiles along so many queries or keys."""
     return -(-length // TILE)
+
+
+class Sections(NamedTuple):
+    """Where `lists_of` puts what, in words: the strides of heads, rows and columns of the first lists and where those
+    of columns begin; where the lists of `_groups` begin, and their strides of heads and rows; where the bits begin.
+    """
+
+    head: int
+    row: int
+    column: int
+    columns: int
+    groups: int
+    groups_head: int
+    groups_row: int
+    bits: int
+
+
+def sections(shape: tuple[int, int, int, int]) -> Sections:
+    """The sections of the lists of a map of such a shape."""
+    batch, heads, rows, columns = shape
+    row, column, groups_row = 2 + 2 * columns, 2 + 2 * rows, GROUPS_HEADER + 2 * columns
+    head, groups_head = rows * row + columns * column, rows * groups_row
+    groups = batch * heads * head
+    return Sections(
+        head, row, column, rows * row, groups, groups_head, groups_row, groups + batch * heads * groups_head
+    )
 
 
 def at_once(device: torch.device) -> int:
@@ -47,8 +80,8 @@ def at_once(device: torch.device) -> int:
 
 def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
     """What GPU kernels walk, in one dimension: the tiles of a map (batch, heads, rows, columns) that are not empty, for
-    each sequence and head a list of each row, then of each column; then the bits with queries and keys exchanged.
-    Nothing is read back from the device.
+    each sequence and head a list of each row, then of each column; then the lists of `_groups`; then the bits with
+    queries and keys exchanged (see `sections`). Nothing is read back from the device.
 
     A list is the number of its entries, a rank, then (tile, kind) of each entry in order, and is as long as if all were
     listed. The rank in list r is the row (column) with the r-th most entries. Of rows that are equal the last comes
@@ -66,9 +99,29 @@ def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
         found[..., 2::2] = order
         found[..., 3::2] = kinds.gather(-1, order)
         parts.append(found.flatten(2))
-    return torch.cat(
-        [torch.cat(parts, -1).flatten(), *(_turned(some).flatten() for some in bits.split(at_once(bits.device)))]
-    )
+        if last_first:
+            groups = _groups(kinds, found[..., 1].long())
+    turned = [_turned(some).flatten() for some in bits.split(at_once(bits.device))]
+    return torch.cat([torch.cat(parts, -1).flatten(), groups.flatten(), *turned])
+
+
+def _groups(kinds: Tensor, ranked: Tensor) -> Tensor:
+    """Lists of rows, the longest row first, with the tiles that need a mask before the others: tiles with bits, and the
+    last tile of keys, which may not be whole. A list is the row, the number of its entries, of those with a mask, and
+    0, then (tile, kind) of each entry. Both numbers are at least 1: a row without tiles has an empty one.
+    """
+    columns = kinds.shape[-1]
+    is_last = torch.arange(columns, device=kinds.device) == columns - 1
+    listed = kinds != EMPTY
+    masked = (kinds >= 0) | (listed & is_last)
+    order = (2 - listed.to(torch.int8) - masked.to(torch.int8)).argsort(dim=-1, stable=True)
+    found = kinds.new_zeros(*kinds.shape[:-1], GROUPS_HEADER + 2 * columns)
+    found[..., 0] = torch.arange(kinds.shape[2], device=kinds.device)
+    found[..., 1] = listed.sum(-1).clamp_min(1)
+    found[..., 2] = masked.sum(-1).clamp_min(1)
+    found[..., GROUPS_HEADER::2] = order
+    found[..., GROUPS_HEADER + 1 :: 2] = kinds.gather(-1, order)
+    return found.gather(2, ranked[..., None].expand(found.shape))
 
 
 def _turned(bits: Tensor) -> Tensor:

@@ -34,9 +34,10 @@ class Pointer:
 
 
 def pointed(argument: Any) -> Any:
-    """An argument as kernels see it: pointers in the place of tensors, also inside a plain tuple."""
-    if type(argument) is tuple:
-        return tuple(pointed(element) for element in argument)
+    """An argument as kernels see it: pointers in the place of tensors, also inside a tuple."""
+    if isinstance(argument, tuple):
+        inside = map(pointed, argument)
+        return type(argument)(*inside) if hasattr(argument, "_fields") else tuple(inside)
     return Pointer(argument) if isinstance(argument, Tensor) else argument
 
 

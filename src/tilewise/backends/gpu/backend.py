@@ -28,6 +28,11 @@ class GpuBackend:
     def _launch(self) -> ModuleType:
         return importlib.import_module(f"tilewise.backends.{self.name}.launch")
 
+    def _gradients(self, problem: AttentionProblem) -> ModuleType:
+        # The module that computes the gradients of a problem.
+        del problem
+        return self._launch
+
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
         out, lse = self._launch.run_forward(problem, operands)
@@ -44,7 +49,8 @@ class GpuBackend:
         wanted: Wanted,
     ) -> Gradients:
         """The wanted gradients; see Backend."""
-        gradients: Gradients = self._launch.run_backward(problem, operands, out, lse, dout, dlse, wanted)
+        passes = self._gradients(problem)
+        gradients: Gradients = passes.run_backward(problem, operands, out, lse, dout, dlse, wanted)
         return gradients
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
@@ -65,7 +71,7 @@ class GpuBackend:
         if wanted.dbias or wanted.dsinks:
             return None
         given = (dout, dlse, out, lse, *operands)
-        return _bound(self._launch.bind_backward(problem, given, operands.q, wanted))
+        return _bound(self._gradients(problem).bind_backward(problem, given, operands.q, wanted))
 
     def compiler(self) -> str:
         """Which compiler is used and whether a trial kernel compiles, for `tilewise doctor`."""

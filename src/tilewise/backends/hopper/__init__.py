@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 
@@ -34,6 +35,8 @@ NARROW_HEAD_DIM = 64
 # The page size must be a multiple of the rows of a TMA box: 64 in the forward kernel, in the decode kernel 8, where the
 # swizzle pattern repeats.
 PAGE_STEP, DECODE_PAGE_STEP = 64, 8
+# Wider heads have tiles of 64 keys, half of a tile mask's.
+LISTED_HEAD_DIM = 128
 # e4m3: head dims are multiples of 16 bytes, padded to one of these widths; a scale covers one key tile of 128 rows.
 FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
 
@@ -77,9 +80,19 @@ class HopperBackend(GpuBackend):
             return f"{', '.join(problem.fp8)} read as e4m3 and widened to fp16 in registers, probabilities in fp16"
         return f"{', '.join(problem.fp8)} multiplied as e4m3 by FP8 tensor cores, probabilities rounded to e4m3"
 
+    def skips_tiles(self, problem: AttentionProblem) -> str:
+        """How tile masks are read, for `explain()`."""
+        rest = "; gradients are computed by the kernels of the triton backend" if problem.needs_grad else ""
+        return f"blocks walk the tiles that the mask lists, those with bits first{rest}"
+
+    def _gradients(self, problem: AttentionProblem) -> ModuleType:
+        if problem.tiles_shape is None:
+            return super()._gradients(problem)
+        return importlib.import_module("tilewise.backends.triton.launch")
+
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Which gradient is summed in no fixed order, for `explain()`; None if all results repeat bit for bit."""
-        if not problem.needs_grad:
+        if not problem.needs_grad or problem.tiles_shape is not None:
             return None
         config = importlib.import_module("tilewise.backends.hopper.configs").backward_config(problem)
         if config.WIDE or config.FIXED_POINT:
@@ -112,9 +125,11 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield "there is nothing to compute (no sequence, no query or no key)"
     if problem.fp8 and not decodes(problem):
         yield from _fp8_refusals(problem)
-    for name in ("alibi", "bias", "mask", "tile mask", "dropout"):
+    for name in ("alibi", "bias", "mask", "dropout"):
         if name in problem.features:
             yield f"{name} is not compiled into these kernels"
+    if problem.tiles_shape is not None:
+        yield from _tile_mask_refusals(problem)
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
@@ -123,6 +138,19 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     few = not problem.needs_grad and problem.seqlen_q * problem.group_size <= FEW_ROWS
     if few and not decodes(problem):
         yield f"at most {FEW_ROWS} query rows a K/V head fill no warpgroup, and under {MANY_KEYS} keys no decode kernel"
+
+
+def _tile_mask_refusals(problem: AttentionProblem) -> Iterator[str]:
+    if problem.kind != "dense":
+        yield f"tile mask of {problem.kind} sequences: these kernels take those of dense ones"
+    if problem.band != (None, None):
+        yield "tile mask next to causal or a window: as a part of the mask (mask & ...) they would run here"
+    if max(problem.head_dim, problem.head_dim_v) > LISTED_HEAD_DIM:
+        yield f"tile mask of heads wider than {LISTED_HEAD_DIM}: their blocks are smaller than a tile"
+    if decodes(problem):
+        yield "tile mask of few query rows: the decode kernel has none"
+    if problem.fp8:
+        yield "tile mask of e4m3 operands: the FP8 kernel has none"
 
 
 def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:

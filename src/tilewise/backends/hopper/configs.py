@@ -49,6 +49,8 @@ D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 D64 = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
 # With two consumers, separate barriers win: Q K^T can start before V arrives.
 D128 = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
+# Under a tile mask blocks and tiles are those of the mask, 128 x 128. Not measured.
+D64_LISTED = ForwardTile(NUM_STAGES=4)
 # Two column parts of 128 + 64 instead of padding to 256.
 D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, OUT_IN_Q=True, IS_LAZY=True)
 # O takes 128 registers of a thread, so the key tile is halved.
@@ -91,7 +93,8 @@ class ForwardConfig(ForwardTile):
     """Everything the forward kernel is compiled for. Head dims are pairs of column parts (see `column_parts`).
 
     IS_PAGED: queries are packed, and keys are fetched from pages of PAGE_SIZE rows in boxes of CHUNK rows. EXACT:
-    scores of any size are right even where a row's reference is its maximum (scores.row_scale).
+    scores of any size are right even where a row's reference is its maximum (scores.row_scale). IS_LISTED: key tiles
+    come from the lists of a tile mask (listed.py).
     """
 
     D: int = 128
@@ -109,6 +112,7 @@ class ForwardConfig(ForwardTile):
     PAGE_SIZE: int = 0
     CHUNK: int = 0
     EXACT: bool = False
+    IS_LISTED: bool = False
 
 
 @dataclass(frozen=True)
@@ -334,6 +338,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         PAGE_SIZE=problem.page_size or 0,
         CHUNK=math.gcd(problem.page_size or 0, tile.BLOCK_N),
         EXACT=problem.scale >= LARGE_SCALE and problem.softcap is None,
+        IS_LISTED=problem.tiles_shape is not None,
     )
 
 
@@ -342,6 +347,8 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     banded = has_right(problem) or has_left(problem)
     packed = problem.kind != "dense"
     plain_causal = has_right(problem) and problem.band == (None, 0) and not packed
+    if problem.tiles_shape is not None:
+        return D64_LISTED if width == 64 else D128
     if width == 64:
         rows = problem.total_q // problem.batch if packed else problem.seqlen_q
         most_keys, most_rows = (QUAD_BANDED_SEQLEN_K, QUAD_BANDED_ROWS) if banded else (QUAD_SEQLEN_K, QUAD_ROWS)

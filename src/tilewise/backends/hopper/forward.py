@@ -12,6 +12,8 @@ in fp32 between iterations, because a loop-carried 16-bit tensor costs 64 byte p
 Head dims that are no power of two come in two column parts, (128, 64) for 192: descriptors, buffers and accumulators
 are pairs, whose second half is unused when the second part has no columns.
 
+Under a tile mask, key tiles come from a list instead, those that need a mask first (listed.py).
+
 Paged keys change the producer alone: it looks up the pages of a key tile and fetches the tile in boxes.
 
 Figures: bench/results/hopper-forward-choices.csv.
@@ -28,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
+from tilewise.backends.hopper.listed import entry_at, hide_scores, list_at, load_words
 from tilewise.backends.hopper.primitives import pin
 from tilewise.backends.hopper.products import (
     issue_output,
@@ -150,7 +153,7 @@ def take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C: gl.constexpr)
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe, C: gl.constexpr):
+def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes, pipe, C: gl.constexpr):
     """Feed the rings. With MERGE_KV, K_i and V_{i-1}, which are used together, share a slot and its barriers."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
@@ -170,7 +173,12 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 1, C)
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         kv_head = head // sizes.group_size
-        last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+        if C.IS_LISTED:
+            entries, block, count, _, last, _ = list_at(lists, tile, sizes)
+            row = last * BLOCK_N
+            following, _ = entry_at(entries, min(1, count - 1))
+        else:
+            last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
         # Load the first K right after the first warpgroup's Q, so that this warpgroup can start.
         for w in gl.static_range(NUM_WARPGROUPS):
             at = q_at.lane(w, NUM_WARPGROUPS)
@@ -183,22 +191,29 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
         if not C.TAKES_LATE:
             tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
         for i in range(1, count):
-            row = (last - i) * BLOCK_N
+            if C.IS_LISTED:
+                v_row = row
+                row = following * BLOCK_N
+                following, _ = entry_at(entries, min(i + 1, count - 1))
+            else:
+                row = (last - i) * BLOCK_N
+                v_row = row + BLOCK_N
             v_at = kv_at
             kv_at = kv_at.next()
             if C.MERGE_KV:
                 ready = pipe.k_ring.acquire(kv_at, K_BYTES + V_BYTES)
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
-                load_values(v_desc, pipe.v_smem, kv_at.slot, ready, paging, kv_span, kv_head, row + BLOCK_N, C)
+                load_values(v_desc, pipe.v_smem, kv_at.slot, ready, paging, kv_span, kv_head, v_row, C)
             else:
                 ready = pipe.k_ring.acquire(kv_at, K_BYTES)
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, row, C)
                 ready = pipe.v_ring.acquire(v_at, V_BYTES)
-                load_values(v_desc, pipe.v_smem, v_at.slot, ready, paging, kv_span, kv_head, row + BLOCK_N, C)
+                load_values(v_desc, pipe.v_smem, v_at.slot, ready, paging, kv_span, kv_head, v_row, C)
         if C.TAKES_LATE:
             tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
         tile_turn = tile_turn.next()
-        row = (last + 1 - count) * BLOCK_N
+        if not C.IS_LISTED:
+            row = (last + 1 - count) * BLOCK_N
         if C.MERGE_KV:
             kv_at = kv_at.next()
             ready = pipe.k_ring.acquire(kv_at, V_BYTES)
@@ -226,15 +241,19 @@ def pass_over(at, pipe, C: gl.constexpr):
 
 @gluon.jit
 def attend_first(
-    n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C: gl.constexpr,
+    n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe, C: gl.constexpr,
 ):  # fmt: skip
     """The rightmost key tile that these rows see. It is always masked, and its softmax starts the running state."""
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
+    if C.IS_LISTED:
+        words = load_words(lists.bits, kind, row, C)
     pipe.k_ring.wait(at)
     scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
     pipe.k_ring.release(at)
     scores = mask_scores(capped(scores, cap_scale, C), row, n_block, seqlen_q, seqlen_k, sizes, C)
+    if C.IS_LISTED:
+        scores = hide_scores(scores, words, C)
     row_ref, row_sum = no_rows(C)
     p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, True, C)
     acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
@@ -247,17 +266,20 @@ def attend_first(
 @gluon.jit
 def attend(
     n_block, row, q_slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-    seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
+    seqlen_q, seqlen_k, lists, kind, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile: issue S = Q K_i^T and O += P_{i-1} V_{i-1} together; the softmax of tile i overlaps the second one.
 
-    `p` and `factor` are the last tile's probabilities and rescaling, `at` is the slot of its V.
+    `p` and `factor` are the last tile's probabilities and rescaling, `at` is the slot of its V. `kind` is that of a
+    tile mask's tile, where there is a mask.
     """
     IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
     P_LAYOUT: gl.constexpr = left_operand_layout(accumulator_layout(C.DV))
     p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
     v_at = at
     at = at.next()
+    if MASKED and C.IS_LISTED:
+        words = load_words(lists.bits, kind, row, C)
     pipe.k_ring.wait(at)
     issued_scores = issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)
     if C.MERGE_KV:
@@ -277,6 +299,8 @@ def attend(
     scores = capped(scores, cap_scale, C)
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
+        if C.IS_LISTED:
+            scores = hide_scores(scores, words, C)
     p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     if not MASKED:
         if C.PIN_EXP:
@@ -318,7 +342,7 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
 
 @gluon.jit
 def consumer(
-    out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
+    out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, WARPGROUP: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
@@ -331,13 +355,19 @@ def consumer(
     q_at = start(C.Q_STAGES)
     tile_turn = first_turn(C)
     tile = first_tile(pipe.tiles, tile_turn, C)
+    kind = 0
+    if C.IS_LISTED:
+        entries, listed_block, count, masked, last, kind = list_at(lists, tile, sizes)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
+        if C.IS_LISTED:
+            block = listed_block
         row = block * BLOCK_M + WARPGROUP * 64
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         seqlen_q = q_span[2]
         seqlen_k = kv_span[2]
-        last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
+        if not C.IS_LISTED:
+            last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
 
         # The rightmost tile, then the rest of the right edge, whole tiles, the left edge.
@@ -347,27 +377,39 @@ def consumer(
             at = pass_over(at, pipe, C)
         pipe.q_ring.wait(q_lane)
         acc, acc_rest, p, factor, row_ref, row_sum = attend_first(
-            last - hidden, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe, C)  # fmt: skip
-        begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
+            last - hidden, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe,
+            C)  # fmt: skip
+        if C.IS_LISTED:
+            begin = masked
+            end = count
+            for i in range(1, masked):
+                n_block, kind = entry_at(entries, i)
+                acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
+                    n_block, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
+                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
+        else:
+            begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
         if C.HAS_RIGHT:
             for i in range(hidden + 1, begin):
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
         for i in range(begin, end):
             acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                 last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
+                seqlen_q, seqlen_k, lists, kind, sizes, pipe, False, C)  # fmt: skip
         if C.HAS_LEFT:
             for i in range(end, count):
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V overlaps everything that does not depend on it.
         if not DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
+        if C.IS_LISTED:
+            entries, listed_block, count, masked, last, kind = list_at(lists, tile, sizes)
         if not C.OUT_IN_Q:
             pipe.q_ring.release(q_lane)
         q_at = q_at.next()
@@ -435,18 +477,19 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "sizes"],
+    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "lists", "sizes"],
     do_not_specialize_on_alignment=["sinks_ptr", "counter_ptr", "block_table"],
 )
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, counter_ptr,
-    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles.
 
     Descriptors come in pairs for the two column parts; *_rest is None without a second part. Packed queries: work_ptr
     is the list of their blocks (gpu/work_list.py). Paged keys: block_table holds the pages of the sequences; a page
-    begins every k_page_rows (v_page_rows) rows of K (V). What a problem does not have is None.
+    begins every k_page_rows (v_page_rows) rows of K (V). Tile mask: `lists` are those of listed.Lists. What a problem
+    does not have is None.
     """
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
     paging = (block_table, table_stride, k_page_rows, v_page_rows)
@@ -454,14 +497,14 @@ def forward_kernel(
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
-            (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 1, C)),
+            (producer, (queries, keys, values, counter_ptr, work_ptr, paging, lists, sizes, pipe, C)),
         ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 2, C)),
-            (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 1, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 2, C)),
+            (producer, (queries, keys, values, counter_ptr, work_ptr, paging, lists, sizes, pipe, C)),
         ], [4, 4, 1], [C.CONSUMER_REGS, C.CONSUMER_REGS, 24])  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
-from tilewise.backends.gpu import launching
+from tilewise.backends.gpu import launching, tile_lists
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile
@@ -42,6 +42,7 @@ from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel, transpose_values_kernel
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
+from tilewise.backends.hopper.listed import Lists
 from tilewise.backends.hopper.preparing import Ahead
 from tilewise.backends.hopper.query_gradient import query_gradient_kernel
 from tilewise.backends.hopper.schedule import Sizes
@@ -49,6 +50,7 @@ from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
+from tilewise.tiles import sections
 
 GLUON_DTYPES = {
     torch.float16: gl.float16,
@@ -82,12 +84,19 @@ NO_EDGE = 1 << 30
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    made = bind_forward(problem, operands, want_lse=True).run(operands)
+    operands = tile_lists.with_lists(problem, operands)
+    made = _bound_forward(problem, operands, True).run(operands)
     return launching.heads_first(problem, made["out"]), made["lse"]
 
 
-def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass:
+def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
     """See Binding."""
+    if tile_lists.are_missing(problem, operands.tile_lists):
+        return None
+    return _bound_forward(problem, operands, want_lse)
+
+
+def _bound_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) -> Pass:
     prepare = decode_pass if decodes(problem) else fp8_pass if problem.fp8 else forward_pass
     return launching.bound_to(prepare, problem, operands, operands.q, want_lse)
 
@@ -288,6 +297,7 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         "table_stride": views["block_table"].strides[0] if config.IS_PAGED else None,
         "k_page_rows": page_rows(problem, views["k"]) if config.IS_PAGED else None,
         "v_page_rows": page_rows(problem, views["v"]) if config.IS_PAGED else None,
+        "lists": None if problem.tiles_shape is None else _lists(problem.tiles_shape),
         "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
         "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
         "sizes": sizes,
@@ -302,6 +312,14 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
     )
     listing = [] if work is None else [listing_call(problem, config, sizes, problem.dtype.itemsize)]
     return [*listing, call]
+
+
+def _lists(shape: tuple[int, int, int, int]) -> Lists:
+    """The lists of a tile mask with a map of this shape."""
+    parts, (batch, heads, _, _) = sections(shape), shape
+    places = [Address("tile_lists", torch.int32, aligned=False, offset=4 * word) for word in (parts.groups, parts.bits)]
+    head = parts.groups_head
+    return Lists(*places, heads * head if batch > 1 else 0, head if heads > 1 else 0, parts.groups_row)
 
 
 def listing_call(
@@ -347,7 +365,7 @@ def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, it
     num_blocks = -(-problem.seqlen_q // (64 * config.NUM_WARPGROUPS))
     num_items = problem.batch * problem.num_heads
     head_bytes = problem.seqlen_k * _row_bytes(problem, itemsize)
-    banded = config.HAS_RIGHT or config.HAS_LEFT
+    uneven = config.HAS_RIGHT or config.HAS_LEFT or problem.tiles_shape is not None
     left, right = problem.band
     return Sizes(
         num_heads=problem.num_heads,
@@ -358,7 +376,7 @@ def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, it
         total_q=problem.total_q,
         num_blocks=num_blocks,
         num_tiles=num_blocks * num_items,
-        items_per_wave=_wave_items(head_bytes, num_items) if banded else 1,
+        items_per_wave=_wave_items(head_bytes, num_items) if uneven else 1,
         row_tiles=0,
         window_left=(left or 0) if config.HAS_LEFT else NO_EDGE,
         window_right=(right or 0) if config.HAS_RIGHT else NO_EDGE,

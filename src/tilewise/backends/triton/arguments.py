@@ -18,6 +18,7 @@ from tilewise.backends.triton.configs import Config, Pass
 from tilewise.backends.triton.planning import Box, Grid4, Lengths, Listed, Plan, Rows, Tail
 from tilewise.backends.triton.primitives import ROWS_APART
 from tilewise.problem import AttentionProblem
+from tilewise.tiles import sections
 
 Views = Mapping[str, View]
 # The dimensions whose strides are those of (sequence, head, token); None stands for a stride of 0.
@@ -316,15 +317,17 @@ def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
     """
     if problem.tiles_shape is None:
         return {"tile_rows": None, "tile_columns": None, "tile_bits": None}
-    batch, heads, rows, columns = problem.tiles_shape
-    row, column = 2 + 2 * columns, 2 + 2 * rows
-    of_rows = rows * row
-    head = of_rows + columns * column
-    strides = heads * head if batch > 1 else 0, head if heads > 1 else 0
+    batch, heads, _, _ = problem.tiles_shape
+    parts = sections(problem.tiles_shape)
+    strides = heads * parts.head if batch > 1 else 0, parts.head if heads > 1 else 0
+
+    def from_word(word: int) -> Address:
+        return Address("tile_lists", torch.int32, aligned=False, offset=4 * word)
+
     return {
-        "tile_rows": Rows(Address("tile_lists", torch.int32, aligned=False), *strides, row),
-        "tile_columns": Rows(Address("tile_lists", torch.int32, aligned=False, offset=4 * of_rows), *strides, column),
-        "tile_bits": Address("tile_lists", torch.int32, aligned=False, offset=4 * batch * heads * head),
+        "tile_rows": Rows(from_word(0), *strides, parts.row),
+        "tile_columns": Rows(from_word(parts.columns), *strides, parts.column),
+        "tile_bits": from_word(parts.bits),
     }
 
 

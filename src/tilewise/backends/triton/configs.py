@@ -451,7 +451,7 @@ def _duration(num_sms: int, programs: int, busy: float, rows: int, tiles: int, s
 def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) -> Config:
     """The tile of one pass."""
     width = max(tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
-    rich, kinds = is_rich(problem, direction), _kinds(problem)
+    rich, kinds = is_rich(problem, direction), _kinds(problem, direction)
     config = choose(direction, device, element_size(problem), width, rich, kinds)
     # Running heads one after the other was measured for dense rows and ungrouped heads only.
     measured = problem.kind == "dense" and problem.group_size == 1
@@ -459,10 +459,12 @@ def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) ->
     return config if measured or replaced else replace(config, heads_per_wave=None)
 
 
-def _kinds(problem: AttentionProblem) -> tuple[Kind, ...]:
-    """Which plain tables apply, in this order. They require V as wide as K: with 128 columns of V next to 64 of K,
-    ptxas reuses the registers of held queries (test_triton_aot checks the machine code).
+def _kinds(problem: AttentionProblem, direction: Pass) -> tuple[Kind, ...]:
+    """Which tables apply, in this order. The forward's require plain scores and V as wide as K: with 128 columns of V
+    next to 64 of K, ptxas reuses the registers of held queries (test_triton_aot checks the machine code).
     """
+    if direction != "forward":
+        return () if problem.tiles_shape is None else ("listed",)
     if not is_plain(problem) or problem.head_dim != problem.head_dim_v:
         return ()
     if problem.tiles_shape is not None:

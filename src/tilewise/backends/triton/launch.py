@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu import launching
+from tilewise.backends.gpu import launching, tile_lists
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
@@ -58,7 +58,7 @@ from tilewise.device import DeviceSpec
 from tilewise.numerics import LN2, LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.tiles import TILE, lists_of
+from tilewise.tiles import TILE
 
 # The tensors of a backward: its operands, and table entries in order for the backward of paged keys.
 GIVEN = (*BACKWARD_GIVEN, "order", "page_ends")
@@ -95,7 +95,7 @@ def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
     """See Binding."""
-    if not _bindable(problem) or _lacks_lists(problem, operands.tile_lists):
+    if not _bindable(problem) or tile_lists.are_missing(problem, operands.tile_lists):
         return None
     return launching.bound_to(forward_pass, problem, operands, operands.q, want_lse)
 
@@ -108,21 +108,11 @@ def _bindable(problem: AttentionProblem) -> bool:
 
 def ready(problem: AttentionProblem, operands: Operands) -> Operands:
     """The operands with the seed on the device, and the lists of a tile mask."""
-    if problem.tiles_shape is not None and operands.tile_lists is None:
-        assert operands.tiles is not None
-        assert operands.tile_bits is not None
-        # Without those of broadcast sequences and heads.
-        stored = operands.tiles[: problem.tiles_shape[0], : problem.tiles_shape[1]]
-        operands = operands._replace(tile_lists=lists_of(stored, operands.tile_bits))
+    operands = tile_lists.with_lists(problem, operands)
     seed, where = operands.seed, operands.q.device
     if seed is None:
         return operands
     return operands._replace(seed=seed.contiguous() if seed.device == where else _filled(seed, where))
-
-
-def _lacks_lists(problem: AttentionProblem, lists: Tensor | None) -> bool:
-    """Whether every call must make the lists of a tile mask."""
-    return problem.tiles_shape is not None and lists is None
 
 
 def _filled(seed: Tensor, where: torch.device) -> Tensor:
@@ -229,7 +219,7 @@ def bind_backward(
     problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
 ) -> Pass | None:
     """See Binding; `given` in the order of BACKWARD_GIVEN."""
-    if not _bindable(problem) or problem.page_size is not None or _lacks_lists(problem, given[LISTS]):
+    if not _bindable(problem) or problem.page_size is not None or tile_lists.are_missing(problem, given[LISTS]):
         return None
     return launching.bound_to(backward_pass, problem, given, q, wanted)
 

@@ -1,0 +1,94 @@
+"""Tile masks in the Hopper forward, run on the CPU over the stand-in for Gluon (see test_hopper_protocol.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gluon_emulator import MODE
+from sampling import sampled
+from test_hopper_protocol import LATE_FIRST, Case, in_double, reference
+from tilewise import TileMask
+from tilewise.operands import Operands
+from tilewise.problem import AttentionProblem
+from tilewise.tiles import lists_of
+
+pytestmark = pytest.mark.slow
+
+# A case, and the (sequences, heads) of its mask.
+CASES = {
+    "d64": (Case(64, heads=(2, 1), seqlens=(300, 520), batch=2), (1, 1)),
+    "d64 of its own heads": (Case(64, heads=(4, 2), seqlens=(200, 300), batch=2), (2, 4)),
+    "d128": (Case(128, heads=(2, 2), seqlens=(300, 640)), (1, 2)),
+    "d128 rising": (Case(128, heads=(1, 1), seqlens=(130, 900), rising=40), (1, 1)),
+    "d96 capped, sinks": (Case(96, heads=(2, 1), seqlens=(140, 400), softcap=2.0, sinks=True), (1, 2)),
+    "one tile": (Case(128, heads=(2, 1), seqlens=(70, 100)), (1, 1)),
+}
+
+
+def holes(shape: tuple[int, int], seqlens: tuple[int, int]) -> TileMask:
+    """Tiles of all kinds, rows of tiles without any, and rows that see nothing or only keys of full tiles."""
+    draw = torch.Generator().manual_seed(1)
+    sides = [-(-length // 128) for length in seqlens]
+    kinds = torch.randint(0, 3, (*shape, *sides), generator=draw)
+    kinds[0, -1, -1] = 0
+    wide = kinds.repeat_interleave(128, 2).repeat_interleave(128, 3)[:, :, : seqlens[0], : seqlens[1]]
+    bits = torch.rand(wide.shape, generator=draw) < 0.5
+    bits[:, :, ::7] = False
+    dense = (wide == 2) | ((wide == 1) & bits)
+    dense[:, :, ::37] = False
+    return TileMask.from_dense(dense)
+
+
+def masked(case: Case, mask: TileMask) -> tuple[AttentionProblem, Operands, Operands]:
+    """The problem, its operands as the kernels take them, and with the dense mask."""
+    operands, problem = case.inputs(), case.problem
+    batch, heads, rows, columns = mask.tiles.shape
+    problem = replace(problem, tiles_shape=(batch, heads, rows, columns))
+    lists = lists_of(mask.tiles, mask.bits)
+    tiles = mask.tiles.expand(problem.batch, problem.num_heads, -1, -1)
+    dense = mask.dense().expand(problem.batch, problem.num_heads, -1, -1)
+    return problem, operands._replace(tiles=tiles, tile_bits=mask.bits, tile_lists=lists), operands._replace(mask=dense)
+
+
+@pytest.mark.parametrize("late_loads", LATE_FIRST)
+@pytest.mark.parametrize(("given", "shape"), sampled(CASES, ("d64", "d128", "d96 capped, sinks")))
+def test_the_forward_walks_lists(
+    given: Case, shape: tuple[int, int], late_loads: bool, emulated: Callable[[str], Any]
+) -> None:
+    MODE.late_loads = late_loads
+    emulated("launch").forward_pass.cache_clear()
+    problem, operands, dense = masked(given, holes(shape, given.seqlens))
+    out, lse = emulated("launch").run_forward(problem, operands)
+    assert emulated("counters").HostCounters().current() == 0, "the tile counter must come back to zero"
+    plain = replace(given.problem, dtype=torch.float64, mask_shape=dense.mask.shape)  # type: ignore[union-attr]
+    ref, ref_lse = reference().forward(plain, in_double(dense))
+    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
+def test_full_tiles_are_visited_without_a_mask(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block masks its first tile, and others only if they have bits or are the last ones of the keys."""
+    emulated("launch").forward_pass.cache_clear()
+    forward = emulated("forward")
+    visited: list[bool] = []
+    attend = forward.attend.function
+
+    def counted(*arguments: Any) -> Any:
+        visited.append(arguments[-2])
+        return attend(*arguments)
+
+    monkeypatch.setattr(forward, "attend", counted)
+    MODE.late_loads = False
+    case = Case(128, heads=(1, 1), seqlens=(256, 768))
+    dense = torch.ones(256, 768, dtype=torch.bool)
+    dense[:, 128:256] = False  # an empty tile
+    dense[5, 300] = False  # a tile with bits
+    problem, operands, _ = masked(case, TileMask.from_dense(dense))
+    emulated("launch").run_forward(problem, operands)
+    # Two warpgroups of two blocks with five tiles each; the first block has bits next to the last tile.
+    assert sorted(visited) == [False] * (2 * (3 + 4)) + [True] * 2
