@@ -153,8 +153,8 @@ _HOPPER_PLAIN: dict[Kind, Table] = {
 # Plain scores under a tile mask: as without one, but for tiles that would spill. Not measured.
 _HOPPER_LISTED: dict[Pass, Table] = {
     "forward": {
-        64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128),
-        128: Config(64, 64, 4, 3, boxes=True, hold_queries=True),
+        64: Config(64, 64, 4, 3, boxes=True, hold_queries=False, max_registers=128),
+        128: Config(64, 64, 4, 3, boxes=True, hold_queries=False),
     },
     "dkdv": {
         64: _HOPPER["dkdv"][64],
