@@ -252,7 +252,8 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConf
     if problem.fp8:
         return fp8_calls(problem, device, views | _views(fp8_allocations(problem)))
     calls = forward_calls(problem, device, views)
-    if problem.needs_grad:
+    # Gradients under a tile mask are computed by other kernels: see HopperBackend.
+    if problem.needs_grad and problem.tiles_shape is None:
         views |= {"dout": views["out"]} | _views(gradient_allocations(problem))
         plan = backward_plan(problem, device)
         calls += backward_calls(plan if config is None else plan._replace(config=config), views)
