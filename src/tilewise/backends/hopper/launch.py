@@ -318,9 +318,11 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
 def _lists(shape: tuple[int, int, int, int]) -> Lists:
     """The lists of a tile mask with a map of this shape."""
     parts, (batch, heads, _, _) = sections(shape), shape
-    places = [Address("tile_lists", torch.int32, aligned=False, offset=4 * word) for word in (parts.groups, parts.bits)]
+    groups, bits = (
+        Address("tile_lists", torch.int32, aligned=False, offset=4 * word) for word in (parts.groups, parts.bits)
+    )
     head = parts.groups_head
-    return Lists(*places, heads * head if batch > 1 else 0, head if heads > 1 else 0, parts.groups_row)
+    return Lists(groups, bits, heads * head if batch > 1 else 0, head if heads > 1 else 0, parts.groups_row)
 
 
 def listing_call(
