@@ -172,13 +172,17 @@ def flex(mask: TileMask, pairs: Pairs) -> Attend:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     torch._dynamo.config.cache_size_limit = 64  # noqa: SLF001
-    lists = []
-    for listed in (mask.tiles >= 0, mask.tiles == FULL):
+
+    def blocks(listed: Tensor) -> tuple[Tensor, Tensor]:
         order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-        lists += [listed.sum(-1, dtype=torch.int32), order.to(torch.int32)]
-    block = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=pairs, seq_lengths=mask.shape[2:])
+        return listed.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+    (partial, partial_at), (full, full_at) = blocks(mask.tiles >= 0), blocks(mask.tiles == FULL)
+    block = BlockMask.from_kv_blocks(
+        partial, partial_at, full, full_at, BLOCK_SIZE=128, mask_mod=pairs, seq_lengths=mask.shape[2:]
+    )
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=block)  # type: ignore[no-any-return]
+    return lambda q, k, v: compiled(q, k, v, block_mask=block)
 
 
 def entrants(made: Made, mask: TileMask, device: str) -> dict[str, Attend]:
@@ -206,8 +210,8 @@ def packed_documents(q: Tensor, backend: str) -> Attend:
     bounds = torch.arange(0, batch * seqlen + 1, length, dtype=torch.int32, device=q.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
-        return tw.attention_varlen(*flat, bounds, bounds, max_seqlen_q=length, max_seqlen_k=length, backend=backend)
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+        return tw.attention_varlen(q, k, v, bounds, bounds, max_seqlen_q=length, max_seqlen_k=length, backend=backend)
 
     return attend
 

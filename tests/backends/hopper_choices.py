@@ -26,6 +26,7 @@ HOPPER = device.named("h200")
 
 DTYPES: Options = [{"dtype": torch.bfloat16}, {"dtype": torch.float16}]
 MASKS: Options = [{}, {"causal": True}, {"window_left": 100, "window_right": 50}]
+FORWARD_MASKS: Options = [*MASKS, {"tiles_shape": (1, 1, 32, 32)}]
 SCORES: Options = [{}, {"softcap": 30.0}, {"has_sinks": True}]
 # Of unequal ones, a wider V and a narrower one, in column parts and without.
 UNEQUAL = ((64, 128), (192, 128), (256, 64))
@@ -171,7 +172,7 @@ def _common(problem: AttentionProblem) -> Choices:
     causal = right and problem.band[1] == 0 and not left
     return {
         "dtype": "fp16" if problem.dtype == torch.float16 else "bf16",
-        "mask": "causal" if causal else "band" if right or left else "none",
+        "mask": "tiles" if problem.tiles_shape else "causal" if causal else "band" if right or left else "none",
         "scores": "plain" if problem.softcap is None else "softcap",
         "sinks": "some" if problem.has_sinks else "none",
     }
@@ -193,7 +194,7 @@ FAMILIES = {
         ("forward_kernel", "forward_quad_kernel"),
         plain_problem,
         forward_choices,
-        (DIMS, DTYPES, MASKS, ROWS, SCORES, LENGTHS),
+        (DIMS, DTYPES, FORWARD_MASKS, ROWS, SCORES, LENGTHS),
         lambda: _rows_of(configs, configs.ForwardTile),
     ),
     # Its kernels know nothing of sinks.

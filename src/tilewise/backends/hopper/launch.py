@@ -252,7 +252,8 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConf
     if problem.fp8:
         return fp8_calls(problem, device, views | _views(fp8_allocations(problem)))
     calls = forward_calls(problem, device, views)
-    if problem.needs_grad:
+    # Gradients under a tile mask are computed by other kernels: see HopperBackend.
+    if problem.needs_grad and problem.tiles_shape is None:
         views |= {"dout": views["out"]} | _views(gradient_allocations(problem))
         plan = backward_plan(problem, device)
         calls += backward_calls(plan if config is None else plan._replace(config=config), views)
@@ -317,9 +318,11 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
 def _lists(shape: tuple[int, int, int, int]) -> Lists:
     """The lists of a tile mask with a map of this shape."""
     parts, (batch, heads, _, _) = sections(shape), shape
-    places = [Address("tile_lists", torch.int32, aligned=False, offset=4 * word) for word in (parts.groups, parts.bits)]
+    groups, bits = (
+        Address("tile_lists", torch.int32, aligned=False, offset=4 * word) for word in (parts.groups, parts.bits)
+    )
     head = parts.groups_head
-    return Lists(*places, heads * head if batch > 1 else 0, head if heads > 1 else 0, parts.groups_row)
+    return Lists(groups, bits, heads * head if batch > 1 else 0, head if heads > 1 else 0, parts.groups_row)
 
 
 def listing_call(

@@ -451,7 +451,9 @@ def _duration(num_sms: int, programs: int, busy: float, rows: int, tiles: int, s
 def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) -> Config:
     """The tile of one pass."""
     width = max(tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
-    rich, kinds = is_rich(problem, direction), _kinds(problem, direction)
+    # Elsewhere than on Hopper, the larger tiles of problems without a tile mask would spill.
+    rich = is_rich(problem, direction) or (problem.tiles_shape is not None and not device.has_wgmma)
+    kinds = _kinds(problem, direction)
     config = choose(direction, device, element_size(problem), width, rich, kinds)
     # Running heads one after the other was measured for dense rows and ungrouped heads only.
     measured = problem.kind == "dense" and problem.group_size == 1
