@@ -26,7 +26,7 @@ from tilewise.backends.cpu.emit import (
     Emitter,
     Value,
 )
-from tilewise.backends.cpu.features import drop, philox
+from tilewise.backends.cpu.features import drop
 from tilewise.backends.cpu.forward_matrix import (
     matrix_scores,
     matrix_values,
@@ -39,7 +39,6 @@ from tilewise.backends.cpu.forward_matrix import (
 from tilewise.backends.cpu.isa import Isa
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import transpose_panel
-from tilewise.numerics import philox_4x32
 
 LANES = isa.host().lanes
 AMX_FEATURES = ("avx512f", "avx512dq", "avx512vl", "avx512bw", "avx512bf16", "amx-tile", "amx-bf16")
@@ -156,27 +155,6 @@ def test_every_e4m3_code_is_the_number_that_torch_makes_of_it(table: Isa, count:
     for got in (vectors, single):
         assert torch.equal(got.isnan(), expected.isnan())
         assert torch.equal(got.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32))
-
-
-def test_philox_words_are_the_contract_s() -> None:
-    draws, rows = np.arange(LANES, dtype=np.uint32) * 7919, np.arange(LANES, dtype=np.uint32)
-    head, batch = np.full(LANES, 3, np.uint32), np.full(LANES, 2**32 - 1, np.uint32)
-    seed = 0x1234_5678_9ABC_DEF0
-
-    def body(e: Emitter, source: Value, out: Value) -> None:
-        second = e.load(e.b.add(source, e.i64(4 * LANES)), e.int_vector)
-        words = [e.load(source, e.int_vector), second, e.i32s(3), e.i32s(-1)]
-        made = philox(e, words, e.i32s(seed & 0xFFFFFFFF), e.i32s(seed >> 32))
-        for i, word in enumerate(made):
-            e.store(e.at(out, i * LANES), word)
-
-    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
-    function, engine = loaded([Part("tilewise_test", kind, body, is_driver=False)])
-    given, got = np.concatenate([draws, rows]), np.empty((4, LANES), np.uint32)
-    function(given.ctypes.data, got.ctypes.data)
-    del engine
-    expected = philox_4x32((draws, rows, head, batch), (seed & 0xFFFFFFFF, seed >> 32))
-    assert np.array_equal(got, np.stack(expected))
 
 
 @pytest.mark.parametrize(

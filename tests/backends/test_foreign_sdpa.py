@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.testing import Case, Inputs, Nonconformance, check
-from tilewise.testing.generation import pair_cases, single_cases, size_cases
+from tilewise.testing.generation import single_cases
 from tilewise.testing.results import Results, differentiate
 from tilewise.testing.special import special_cases
 from tilewise.testing.threads import one_thread
@@ -84,12 +84,6 @@ def single_threaded() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", supported(single_cases() + special_cases()), ids=lambda case: case.id)
 def test_sdpa_conforms(case: Case) -> None:
-    check(case, TorchSDPA())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", supported(pair_cases() + size_cases())[::4], ids=lambda case: case.id)
-def test_sdpa_conforms_in_pairs_and_sizes(case: Case) -> None:
     check(case, TorchSDPA())
 
 
