@@ -334,14 +334,9 @@ def test_the_summary_tells_slow_and_wrong_results_as_they_are() -> None:
 # --- the process
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-
-
 def test_python_m_tilewise() -> None:
-    done = python("-m", "tilewise", "explain", "--device", "h200", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["device"]["name"] == "NVIDIA H200"
-    bad = python("-m", "tilewise", "explain", "--device", "h300")
+    command = [sys.executable, "-m", "tilewise", "explain", "--device", "h300"]
+    bad = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("error: device: expected one of")
     assert "Traceback" not in bad.stderr
