@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -348,16 +344,6 @@ def test_explain_and_compile_know_fp8() -> None:
     assert tw.explain(*(t.dequantize() for t in (q, k, v))).quantised is None
     compiled = torch.compile(lambda *qkv: tw.attention(*qkv, backend="reference"), fullgraph=True, backend="eager")
     assert torch.equal(compiled(q, k, v), tw.attention(q, k, v, backend="reference"))
-
-
-def test_the_gpu_kernel_writes_the_same_bits() -> None:
-    """In Triton's interpreter, in a process of its own because that is chosen when triton is imported."""
-    pytest.importorskip("triton")
-    script = Path(__file__).parent / "fp8_kernel_bits.py"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-W", "ignore", str(script)], capture_output=True, text=True,
-                          env=environment, timeout=300, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_tables_of_the_rotation_are_made_for_every_call() -> None:
