@@ -204,7 +204,7 @@ def test_importing_is_cheap_and_loads_nothing_heavy() -> None:
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TILEWISE")}
     environment |= {"PYTHONDONTWRITEBYTECODE": ""}
-    shares = []
+    shares: list[float] = []
     while not shares or (shares[-1] >= 0.04 and len(shares) < 5):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
         share, *loaded = done.stdout.split()

@@ -212,9 +212,9 @@ def what_does_not_fit(mesh: DeviceMesh) -> None:
     says("multiple of 2 heads", InvalidProblem, lambda: tw.attention(even, single, single))
 
 
-def main(report: Path, store: dist.Store, rank: int, world: int) -> None:
+def main(report: Path, place: str, rank: int, world: int) -> None:
     """Run the checks, of which rank 0 writes the report."""
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     found = {}
     for name, function in CHECKS.items():

@@ -9,8 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 import dtensor_worker
@@ -27,8 +25,8 @@ def run(name: str, world: int, folder: Path) -> None:
         if child == 0:
             status = 1
             try:
-                store = dist.FileStore(str(folder / f"{name}-{world}.store"), world)
-                RUNS[name][0].main(folder / f"{name}-{world}.json", store, rank, world)
+                place = f"file://{folder}/{name}-{world}.store"
+                RUNS[name][0].main(folder / f"{name}-{world}.json", place, rank, world)
                 status = 0
             finally:
                 os._exit(status)

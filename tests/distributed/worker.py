@@ -76,9 +76,9 @@ def conformance(name: str, case: Case, way: tuple[str, str]) -> Iterator[tuple[s
     yield f"{name}, {implementation.method} {implementation.sharding}", check
 
 
-def main(report: Path, store: dist.Store, rank: int, world: int) -> None:
+def main(report: Path, place: str, rank: int, world: int) -> None:
     """Run the checks; a failure on any rank is reported with its rank."""
-    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60), store=store, rank=rank, world_size=world)
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60), init_method=place, rank=rank, world_size=world)
     outcomes: dict[str, str] = {}
     for name, check in checks():
         failure = ""

@@ -143,8 +143,9 @@ def test_caches_whose_rows_alias_may_be_read() -> None:
     for _, changes, message in CALLS.values():
         if APART in message or OTHERS in message:
             given = {name: changes[name] for name in ("q", "k_cache", "v_cache")}
-            for paged in ({}, {"block_table": int32([[0], [1]])}):
-                fa2.flash_attn_with_kvcache(**given, **paged, cache_seqlens=int32([5, 4]))
+            paged: dict[str, Any] = {"block_table": int32([[0], [1]])}
+            fa2.flash_attn_with_kvcache(**given, cache_seqlens=int32([5, 4]))
+            fa2.flash_attn_with_kvcache(**given, **paged, cache_seqlens=int32([5, 4]))
 
 
 def test_slots_of_another_dtype_are_refused() -> None:

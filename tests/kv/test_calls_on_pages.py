@@ -36,7 +36,7 @@ class Batch:
         self.groups: tuple[Any, ...] = (cascade.Group(BATCH, BATCH, SHARED * SIZE),)
         self.keys = torch.tensor([SHARED * SIZE], dtype=torch.int32)
         self.starts = torch.tensor([0, BATCH], dtype=torch.int32)
-        self.rows: Tensor | None = torch.arange(BATCH)
+        self.rows: Any = torch.arange(BATCH)
         self.hinted, self.flags = hinted, dict[str, Any]()
 
     @property
