@@ -65,8 +65,8 @@ def require(name: str, argument: str = "backend") -> None:
 def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, here: bool = True) -> Selection:
     """The first backend that takes the problem. A backend named by the caller is the only candidate.
 
-    With `here=False` availability on this machine is ignored, for planning: of thousands of problems that come once, none
-    of which is kept.
+    With `here=False` availability on this machine is ignored, for planning. Nothing of that is cached: it may ask about
+    thousands of problems, each of them once.
     """
     name = settings.current().backend if requested == "auto" else requested
     require(name, "TILEWISE_BACKEND" if requested == "auto" else "backend")

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from llvmlite import binding, ir
@@ -20,8 +19,6 @@ from tilewise.backends.cpu.emit import (
     BF16,
     E4M3,
     E4M3_UNIT,
-    EXP2_EXACT,
-    EXP2_POLYNOMIAL,
     FP16,
     Emitter,
     Value,
@@ -54,48 +51,6 @@ def loaded(parts: list[Part], table: Isa | None = None) -> tuple[Callable[..., A
     engine.finalize_object()
     kinds = [ctypes.c_float if str(kind) == "float" else ctypes.c_int64 for kind in parts[0].kind.args]
     return ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(parts[0].symbol)), engine
-
-
-def elementwise(emit: Callable[[Emitter, Value], Value], values: np.ndarray, table: Isa | None = None) -> np.ndarray:
-    """`emit` applied to fp32 numbers on this machine, with the instruction shapes of any table."""
-
-    def body(e: Emitter, source: Value, target: Value, count: Value) -> None:
-        e.loop(count, e.lanes, (), lambda i: e.store(e.at(target, i), emit(e, e.load(e.at(source, i)))))
-
-    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
-    function, engine = loaded([Part("tilewise_test", kind, body, is_driver=False)], table)
-    padded = np.zeros(-(-len(values) // 16) * 16, np.float32)
-    padded[: len(values)] = values
-    result = np.empty_like(padded)
-    function(padded.ctypes.data, result.ctypes.data, len(padded))
-    del engine
-    return result[: len(values)]
-
-
-@pytest.mark.parametrize("table", [isa.host(), isa.GENERIC], ids=["host", "generic"])
-@pytest.mark.parametrize(("coefficients", "bound"), [(EXP2_POLYNOMIAL, 1.8e-7), (EXP2_EXACT, 8e-8)])
-def test_exp2_is_as_exact_as_its_polynomial_and_zero_for_minus_infinity(
-    coefficients: tuple[float, ...], bound: float, table: Isa
-) -> None:
-    x = np.concatenate([np.linspace(-125, 20, 200_001), [-math.inf, 0.0, 1.0, -1.0]]).astype(np.float32)
-    exact = np.exp2(x.astype(np.float64))
-    got = elementwise(lambda e, v: e.exp2(v, coefficients), x, table)
-    assert got[-4] == 0.0
-    assert np.array_equal(got[-3:], [1.0, 2.0, 0.5])
-    finite = exact > 0
-    assert np.max(np.abs(got[finite] - exact[finite]) / exact[finite]) < bound
-
-
-def test_tanh_is_exact_to_two_ulp() -> None:
-    x = np.concatenate([np.linspace(-12, 12, 200_001), np.logspace(-30, 0, 1000), [math.inf, -math.inf]]).astype(
-        np.float32
-    )
-    exact = np.tanh(x.astype(np.float64))
-    got = elementwise(lambda e, v: e.tanh(v), x)
-    error = np.abs(got - exact) / np.maximum(np.abs(exact), 1e-37)
-    assert np.max(error) < 2.5e-7
-    assert got[-2] == 1.0
-    assert got[-1] == -1.0
 
 
 @pytest.mark.parametrize("table", [isa.host(), isa.GENERIC], ids=["host", "generic"])
