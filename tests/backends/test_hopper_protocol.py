@@ -7,6 +7,7 @@ wait or a wrong mask shows up as a deadlock or as a wrong number.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from gluon_emulator import MODE
 from sampling import marks_of, sampled
+from tilewise import masks
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
@@ -151,6 +153,66 @@ FORWARD = {
     "packed three warpgroups": Case(64, lengths=PACKED, causal=True, padding=2, tile="D64"),
     "packed window": Case(256, lengths=PACKED, window=(20, 30)),
 }
+
+
+BANDS = [(None, None), (None, 0), (0, 0), (5, None), (70, 0), (3, 40), (None, 33), (200, 200)]
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_tile_ranges_agree_with_masks(band: tuple[int | None, int | None], emulated: Callable[[str], Any]) -> None:
+    """Every tile that somebody sees is visited, and a tile that runs without a mask is seen by everybody."""
+    schedule, configs = emulated("schedule"), emulated("configs")
+    left, right = band
+    for seqlen_q, seqlen_k in itertools.product((1, 63, 130, 400), (1, 64, 129, 300, 513)):
+        shown = masks.Band(seqlen_q, seqlen_k, left, right)
+        sizes = schedule.Sizes(*[0] * 10, window_left=left or 0, window_right=right or 0)
+        flags = {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None, "IS_CAUSAL": right == 0}
+        forward = configs.ForwardConfig(NUM_WARPGROUPS=2, BLOCK_N=64, IS_LAZY=True, **flags)
+        for block in range(-(-seqlen_q // 128)):
+            last, count = (int(x) for x in schedule.key_tiles(block, seqlen_q, seqlen_k, sizes, forward))
+            seen = {t.n_block for t in shown.key_tiles(block, masks.TileGrid(128, 64))}
+            assert seen <= set(range(last + 1 - count, last + 1))
+            for half in (0, 1):
+                row = block * 128 + half * 64
+                steps = schedule.whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, forward)
+                for i in range(*map(int, steps)):
+                    common = shown.keys_common(row, row + 64)
+                    first = (last - i) * 64
+                    assert row >= seqlen_q or (common.start <= first and first + 64 <= common.stop)
+                check_started_rows(shown, row, last, count, sizes, forward, schedule)
+        for block_n in (64, 128):
+            even = seqlen_k % block_n == 0
+            backward = configs.BackwardConfig(BLOCK_M=64, BLOCK_N=block_n, EVEN_K=even, **flags)
+            check_query_tiles(shown, sizes, backward, schedule)
+
+
+def check_started_rows(
+    shown: masks.Band, row: int, last: int, count: int, sizes: Any, config: Any, schedule: Any
+) -> None:
+    """Before a tile without a mask, every row has seen a key, and so has a reference for its softmax."""
+    lengths = shown.seqlen_q, shown.seqlen_k
+    plain = schedule.whole_tiles(row, last, count, *lengths, sizes, config)
+    started = schedule.whole_tiles(row, last, count, *lengths, sizes, config, True)
+    hidden, begin, end = schedule.seen_tiles(row, last, count, *lengths, sizes, config)
+    assert plain[0] <= started[0] <= plain[0] + 1
+    assert hidden <= begin or begin == count
+    for first, stop in (started, (begin, end)):
+        rows = range(row, min(row + 64, shown.seqlen_q)) if first < stop else ()
+        edge = (last + 1 - int(first)) * config.BLOCK_N
+        assert all(shown.keys_seen(i, i + 1).stop > edge for i in rows)
+
+
+def check_query_tiles(shown: masks.Band, sizes: Any, config: Any, schedule: Any) -> None:
+    """The same for the query tiles of every key tile."""
+    lengths = shown.seqlen_q, shown.seqlen_k
+    grid = masks.TileGrid(config.BLOCK_M, config.BLOCK_N)
+    for n_block in range(-(-shown.seqlen_k // config.BLOCK_N)):
+        first = n_block * config.BLOCK_N
+        lo, hi = (int(x) for x in schedule.query_tiles(first, *lengths, sizes, config))
+        assert {t.m_block for t in shown.query_tiles(n_block, grid)} <= set(range(lo, hi))
+        begin, end = schedule.whole_query_tiles(first, lo, hi, *lengths, sizes, config)
+        for m_block in range(int(begin), int(end)):
+            assert shown.tile_kind(m_block, n_block, grid) is masks.TileKind.FULL
 
 
 # Every tile, both ends of a window, every other feature once.
