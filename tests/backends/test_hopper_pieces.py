@@ -69,3 +69,47 @@ def test_pieces_of_a_deterministic_backward_repeat(cut: Callable[[str], Any]) ->
         assert first is not None
         assert second is not None
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("sms", [1, 3, 78, 132])
+@pytest.mark.parametrize(("batch", "heads", "seqlens"), [(1, 7, 8192), (3, 5, 2304)])
+def test_every_query_tile_belongs_to_one_piece(
+    sms: int, batch: int, heads: int, seqlens: int, cut: Callable[[str], Any]
+) -> None:
+    """And every part has room of its own, in which whoever joins them looks for it."""
+    case = Case(128, batch=batch, heads=(heads, heads), seqlens=(seqlens, seqlens))
+    plan = plan_of(case, cut, sms)
+    sizes, line = plan.key_sizes, plan.line
+    if line is None:
+        assert sizes.num_tiles % sms in (0, sizes.num_tiles) or line_is_not_worth_it(sizes, sms)
+        return
+    pieces = cut("backward_pieces")
+    seen: dict[tuple[int, int], int] = {}
+    room = set()
+    for program in range(line.programs):
+        step, end = program * line.length, min((program + 1) * line.length, line.total)
+        while step < end:
+            tile, lo, hi = map(int, pieces.piece_at(step, end, line))
+            assert lo < hi
+            for m_block in range(lo, hi):
+                seen[tile, m_block] = seen.get((tile, m_block), 0) + 1
+            part = program + tile - line.first_tile
+            assert part not in room
+            room.add(part)
+            number = tile - line.first_tile
+            first, last = number * line.query_tiles, (number + 1) * line.query_tiles - 1
+            assert first // line.length <= program <= last // line.length
+            step += hi - lo
+    assert len(seen) == (sizes.num_tiles - line.first_tile) * sizes.row_tiles == sum(seen.values())
+    assert max(room) < plan.piece_words // (2 * 128 * plan.config.D)
+    # What is joined was all written.
+    assert len(room) == sum(
+        ((n + 1) * line.query_tiles - 1) // line.length - n * line.query_tiles // line.length + 1
+        for n in range(sizes.num_tiles - line.first_tile)
+    )
+    assert plan.main_sizes.num_tiles % sms == 0
+
+
+def line_is_not_worth_it(sizes: Any, sms: int) -> bool:
+    left: int = sizes.num_tiles % sms
+    return bool(sizes.row_tiles - -(-left * sizes.row_tiles // sms) < 1)
