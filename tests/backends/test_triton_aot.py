@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tilewise import device as devices
-from triton_cases import calls_of, places, problem_of
+from triton_cases import calls_of as calls_of_case
+from triton_cases import places, problem_of
 
 triton = pytest.importorskip("triton")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
@@ -95,7 +96,7 @@ HOT_TOO = (("h200", "causal", 64), ("h200", "many causal", 64), ("h200", "many c
 )
 def test_hot_kernels(place: tuple[str, str, int]) -> None:
     device = place[0]
-    for call in calls_of(*place):
+    for call in calls_of_case(*place):
         built = build(call, device)
         assert_fits(built, device)
         assert built.spilled <= SPILL_LIMIT, built.name
@@ -113,7 +114,7 @@ def test_hot_kernels(place: tuple[str, str, int]) -> None:
 )
 def test_every_case_fits_its_architecture(place: tuple[str, str, int]) -> None:
     device = place[0]
-    for call in calls_of(*place):
+    for call in calls_of_case(*place):
         built = build(call, device)
         assert_fits(built, device)
         assert built.spilled <= MOST_SPILLED, built.name
@@ -137,7 +138,7 @@ def test_every_row_of_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(configs, "choose", noted)
     for place in places():
-        calls_of(*place)
+        calls_of_case(*place)
     rows = [row for table in vars(configs).values() if isinstance(table, dict) for row in rows_of(table)]
     rows = [row for row in rows if isinstance(row, configs.Config)]
     assert len(rows) > 60
