@@ -25,7 +25,7 @@ from tilewise.backends.cpu import BACKEND, cache, compiler
 from tilewise.cli.console import cache_line
 
 # One group: the process that forks others is shared.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kernel cache")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kernel-cache")]
 
 SOURCE = Path(tw.__file__).parents[1]
 # The program of these tests: the smallest.
