@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from tilewise.bench.timing import Clock, Entrant, race, summarise
 
 
@@ -45,23 +43,6 @@ def test_rounds_are_interleaved_and_slow_entrants_sampled_less() -> None:
     # The same ones meet in another order; the slow one sits out every round but the first and the fourth.
     rounds = [["fast", "other", "slow"], ["fast", "other"], ["other", "fast"], ["other", "slow", "fast"]]
     assert timed == [name for names in rounds for name in names] + ["fast", "other"]
-
-
-@pytest.mark.parametrize(("count", "stride", "samples"), [(4, 2, 30), (6, 3, 20), (4, 8, 8)])
-def test_who_sits_out_most_rounds_changes_places_too(count: int, stride: int, samples: int) -> None:
-    """Its rounds are every second one of an order that repeats after four, or every eighth."""
-
-    class ManyRounds(FakeClock):
-        least_rounds = stride * samples
-
-    order: list[str] = []
-    slow = noting(order, "slow", 12.0)
-    others = [noting(order, f"fast {number}", 1.0) for number in range(count - 1)]
-    race([slow, *others], ManyRounds(), seconds=samples * 12.0 * count / 2)
-    assert (len(slow.samples), len(others[0].samples)) == (samples, stride * samples)
-    timed = order[-sum(len(e.samples) for e in (slow, *others)) :]
-    before = [timed[index - 1] for index, name in enumerate(timed) if name == "slow" and index]
-    assert set(before[: count - 1]) == {other.name for other in others}
 
 
 def test_an_entrant_that_fails_drops_out() -> None:

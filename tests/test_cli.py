@@ -126,17 +126,6 @@ def test_doctor_as_json() -> None:
         assert read("doctor")["settings"]["check_values"] is True
 
 
-def test_doctor_shows_cache_state_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"path": "/some/[where]", "writable": False, "entries": 3, "entries_when_full": 7, "size_bytes": 2048}
-    monkeypatch.setattr(dispatch.load("cpu"), "cache_state", lambda: state)
-    monkeypatch.setattr(importlib.import_module("tilewise.cli.doctor"), "PACKAGES", ("torch", "no-such-package"))
-    cache = {found["name"]: found["cache"] for found in read("doctor")["backends"]}
-    assert cache["cpu"] == state
-    text = succeed("doctor", columns=200)
-    assert "3 of 7 programs, 2.00 KiB in /some/[where], which cannot be written" in text
-    assert "not installed" in text
-
-
 def test_doctor_shows_the_cpu_cache(tmp_path: Path) -> None:
     (tmp_path / cache.file_name("forward")).write_bytes(b"12345")
     with settings.overridden(cache_dir=tmp_path):
@@ -345,19 +334,9 @@ def test_the_summary_tells_slow_and_wrong_results_as_they_are() -> None:
 # --- the process
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-
-
-def test_importing_the_library_loads_nothing_of_the_command_line() -> None:
-    code = "import sys, tilewise; print([m for m in ('rich', 'typer', 'tilewise.cli') if m in sys.modules])"
-    assert python("-c", code).stdout.strip() == "[]"
-
-
 def test_python_m_tilewise() -> None:
-    done = python("-m", "tilewise", "explain", "--device", "h200", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["device"]["name"] == "NVIDIA H200"
-    bad = python("-m", "tilewise", "explain", "--device", "h300")
+    command = [sys.executable, "-m", "tilewise", "explain", "--device", "h300"]
+    bad = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr.startswith("error: device: expected one of")
     assert "Traceback" not in bad.stderr

@@ -24,7 +24,7 @@ LONG = ("accuracy", "bench", "demo", "explore", "profile")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
 
 
-@pytest.mark.parametrize("module", ["tilewise.api", "tilewise.masks", "tilewise.dispatch"])
+@pytest.mark.parametrize("module", ["tilewise.api", "tilewise.masks", "tilewise.dispatch", "tilewise.plan.cost"])
 def test_docstring_examples(module: str) -> None:
     found = importlib.import_module(module)
     results = doctest.testmod(found, extraglobs={"torch": torch})

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
 from making import int32
-from tilewise import cascade, fp8, ops, schemas, validation
-from tilewise.canonical import canonical
+from tilewise import cascade, fp8, ops, schemas
 from tilewise.operands import Flags, Operands
 from tilewise.problem import Kind
 
@@ -103,25 +102,6 @@ def test_the_direct_path_and_the_ops_agree_bit_for_bit(sample: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_compile_fullgraph_dynamic_without_recompiles() -> None:
-    torch._dynamo.reset()
-
-    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = tw.attention(q * 2, k, v, causal=True, window=(9, 0), softcap=4.0, return_lse=True)
-        return out.square().sum() + lse.sum()
-
-    def compare(seqlen: int) -> None:
-        q, k, v = (randn(2, heads, seqlen, 8, seed=i) for i, heads in enumerate((4, 2, 2)))
-        for a, b in zip(*(torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (compiled, step)), strict=True):
-            torch.testing.assert_close(a, b)
-
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    compare(5)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for seqlen in (11, 13, 21, 34):
-            compare(seqlen)
-
-
 def test_compile_varlen_paged_and_dropout() -> None:
     torch._dynamo.reset()
     cu = int32(0, 2, 5)
@@ -164,18 +144,6 @@ def test_compile_draws_a_fresh_seed_every_call() -> None:
     assert not torch.equal(fn(q), fn(q))
 
 
-def test_export() -> None:
-    class Attend(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return tw.attention(q, k, v, causal=True)
-
-    q, k, v = (randn(1, 2, 6, 8, grad=False, seed=i) for i in range(3))
-    seqlen = torch.export.Dim("seqlen", min=2, max=64)
-    exported = torch.export.export(Attend(), (q, k, v), dynamic_shapes=({2: seqlen},) * 3)
-    longer = tuple(randn(1, 2, 19, 8, grad=False, seed=i) for i in range(3))
-    assert torch.equal(exported.module()(*longer), tw.attention(*longer, causal=True))
-
-
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks"])
 def test_a_gradient_alone_equals_it_among_all(wanted: str) -> None:
     _, operands, flags = samples()["dense"]
@@ -198,28 +166,6 @@ def test_autograd_keeps_inputs_out_and_lse_only() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         tw.attention(q, k, v, causal=True)
     assert sum(t.numel() for t in saved) == 4 * q.numel() + 2 * 2 * 64
-
-
-def test_backends_count_through_lengths_and_tables_without_gaps() -> None:
-    """One length for all has stride 0, a column of a table of lengths more than 1; a part of a wider table stays."""
-    flags = Flags(causal=True)
-    lengths = torch.stack((int32(0, 2, 5), int32(0, 1, 9)), 1)[:, 0]
-    packed = samples()["varlen"][1]._replace(cu_seqlens_q=lengths)
-    problem = validation.problem_of("varlen", packed, flags)
-    _expect(canonical(problem, packed).cu_seqlens_q, [0, 2, 5], (1,))
-    table = int32(0, 1, 7, 5, 3, 7).view(2, 3)[:, :2]
-    paged = samples()["paged"][1]._replace(seqlens_k=int32(3).expand(2), block_table=table)
-    problem = validation.problem_of("paged", paged, flags)
-    _expect(canonical(problem, paged).seqlens_k, [3, 3], (1,))
-    assert canonical(problem, paged).block_table is table
-    turned = paged._replace(block_table=table.t().contiguous().t())
-    _expect(canonical(problem, turned).block_table, [[0, 1], [5, 3]], (2, 1))
-
-
-def _expect(counts: Tensor | None, values: list[Any], strides: tuple[int, ...]) -> None:
-    assert counts is not None
-    assert counts.tolist() == values
-    assert counts.stride() == strides
 
 
 def test_autocast_casts_q_k_v_only() -> None:

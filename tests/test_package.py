@@ -16,7 +16,8 @@ HOME = "https://github.com/tilewise/tilewise"
 # Where the built README finds files of the repository.
 FILES = (f"{HOME}/blob/main/", "https://raw.githubusercontent.com/tilewise/tilewise/main/")
 
-pytestmark = pytest.mark.slow
+# One group: the wheel is shared.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("package")]
 pytest.importorskip("hatchling")
 pytest.importorskip("hatch_fancy_pypi_readme")
 

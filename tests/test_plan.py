@@ -18,39 +18,12 @@ from tilewise.masks import Band, TileGrid, TileKind
 from tilewise.plan import Plan, cost
 from tilewise.plan.cost import Traffic
 
-MIB, GIB = 1 << 20, 1 << 30
-
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
 
 
 # --- closed forms
-
-
-@pytest.mark.parametrize(
-    ("seqlen", "naive", "tiled"),
-    [
-        (256, 327_680, 98_304),
-        (512, 1_179_648, 327_680),
-        (1024, 4_456_448, 1_179_648),
-        (2048, 17_301_504, 4_456_448),
-        (4096, 68_157_440, 17_301_504),
-    ],
-)
-def test_traffic_of_naive_and_tiled_attention(seqlen: int, naive: int, tiled: int) -> None:
-    band = Band(seqlen, seqlen)
-    assert cost.naive_forward(band, 64, 64).elements == naive
-    assert cost.tiled_forward(band, TileGrid(128, 128), 64, 64).elements == tiled
-
-
-@pytest.mark.parametrize(
-    ("seqlen", "matrix", "statistics"),
-    [(1024, 4 * MIB, 8 << 10), (4096, 64 * MIB, 32 << 10), (16384, GIB, 128 << 10)],
-)
-def test_memory_of_one_head_in_fp32(seqlen: int, matrix: int, statistics: int) -> None:
-    assert cost.score_matrix_bytes(seqlen, seqlen, 4) == matrix
-    assert cost.statistics_bytes(seqlen) == statistics
 
 
 BANDS = [

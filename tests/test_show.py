@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 
 import tilewise as tw
 from tilewise.cli import build_app, profile
-from tilewise.cli.profile import category
 from tilewise.device import DEVICES
 from tilewise.masks import TileGrid
 
@@ -166,25 +165,6 @@ def test_a_picture_without_matplotlib_is_refused_first(tmp_path: Path, monkeypat
     result = invoke("profile", *arguments)
     assert result.exit_code == 2
     assert "tilewise[bench]" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("event", "fused", "expected"),
-    [
-        ("aten::bmm", False, "matmul"),
-        ("aten::_softmax_backward_data", False, "softmax"),
-        ("aten::masked_fill_", False, "memory"),
-        ("naive.scores", False, "other"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32", False, "matmul"),
-        ("void at::native::vectorized_elementwise_kernel", False, "memory"),
-        ("Memcpy DtoD", True, "memory"),
-        ("tilewise.attention [cpu]", True, "fused"),
-        ("forward_kernel", True, "fused"),
-        ("aten::empty", True, "memory"),
-    ],
-)
-def test_categories_of_events(event: str, fused: bool, expected: str) -> None:
-    assert category(event, fused=fused) == expected
 
 
 def test_the_reference_is_no_fused_kernel(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ workloads = st.builds(
     num_splits=st.integers(1, 4),
     block_k=st.integers(1, 4),
 )
-FEW = hypothesis_settings(max_examples=30, deadline=None)
+FEW = hypothesis_settings(max_examples=15, deadline=None)
 
 
 # --- exact results

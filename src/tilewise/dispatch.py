@@ -65,7 +65,8 @@ def require(name: str, argument: str = "backend") -> None:
 def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, here: bool = True) -> Selection:
     """The first backend that takes the problem. A backend named by the caller is the only candidate.
 
-    With `here=False` availability on this machine is ignored, for planning.
+    With `here=False` availability on this machine is ignored, for planning. Nothing of that is cached: it may ask about
+    thousands of problems, each of them once.
     """
     name = settings.current().backend if requested == "auto" else requested
     require(name, "TILEWISE_BACKEND" if requested == "auto" else "backend")
@@ -74,7 +75,7 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
             "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Call it under torch.no_grad(), "
             "or pass bf16 or fp16 tensors"
         )
-    return _select(problem, device, name, here)
+    return (_select if here else _select.__wrapped__)(problem, device, name, here)
 
 
 def refusal(backend: Backend, problem: AttentionProblem, device: DeviceSpec) -> str | None:

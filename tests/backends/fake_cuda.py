@@ -1,7 +1,7 @@
 """A CUDA driver that launches nothing: Triton's own launcher runs against it on any machine with a C compiler.
 
-`libcuda.so.1` is replaced by a few functions that succeed, and a `cuLaunchKernelEx` that keeps the grid and a copy of
-every kernel parameter. So host code is tested (and timed) down to the last instruction before a real driver.
+`libcuda.so.1` is replaced by a few functions that succeed, and a `cuLaunchKernelEx` that counts. So host code is tested
+down to the last instruction before a real driver.
 
 There are several devices. As with a real driver each thread has a current one, a kernel belongs to the one it was
 loaded on and a stream from STREAMS on to one of STREAMS each; neither can be used while another device is current.
@@ -12,53 +12,40 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import shutil
-import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["STREAMS", "FakeCuda", "Launched", "fake_cuda"]
+__all__ = ["STREAMS", "FakeCuda", "fake_cuda"]
 
 SOURCE = r"""
 #include <stdint.h>
 #include <stddef.h>
 #include <string.h>
-typedef struct { unsigned id; int value[17]; } Attribute;
-typedef struct { unsigned grid[3], block[3], shared; void* stream; Attribute* attributes; unsigned count; } Config;
-enum { MAX_PARAMS = 256, MAX_BYTES = 128, MAX_LOG = 64, STREAMS = 1000, FIRST_FUNCTION = 16 };
+typedef struct { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned count; } Config;
+enum { MAX_LOG = 64, STREAMS = 1000, FIRST_FUNCTION = 16 };
 static __thread int current;
 static struct { uint64_t device, stream; } history[MAX_LOG];
-static unsigned num_params, sizes[MAX_PARAMS], refusals;
-static struct { uint64_t launches, maps, grid[3], block, shared, stream, overlaps; } seen;
-static unsigned char bytes[MAX_PARAMS * MAX_BYTES];
-void fake_expect(unsigned count, const unsigned* lengths) {
-  num_params = count; memcpy(sizes, lengths, count * sizeof(unsigned)); memset(&seen, 0, sizeof seen);
-}
+static unsigned refusals, launches;
+void fake_expect(void) { launches = 0; }
+unsigned fake_launches(void) { return launches; }
 int fake_device(int device) { int old = current; if (device >= 0) current = device; return old; }
 void* fake_history(void) { return history; }
 void fake_refuse(unsigned count) { refusals = count; }
-void* fake_seen(void) { return &seen; }
-void* fake_bytes(void) { return bytes; }
 int cuLaunchKernelEx(const Config* config, void* function, void** params, void** extra) {
   uint64_t handle = (uint64_t)config->stream;
   if (refusals) { refusals--; return 201; }
   if ((uint64_t)function != FIRST_FUNCTION + current) return 400;
   if (handle >= STREAMS && handle / STREAMS != current + 1) return 400;
-  if (seen.launches < MAX_LOG) { history[seen.launches].device = current; history[seen.launches].stream = handle; }
-  seen.launches++; seen.block = config->block[0]; seen.shared = config->shared; seen.stream = handle;
-  for (int i = 0; i < 3; ++i) seen.grid[i] = config->grid[i];
-  seen.overlaps = 0;
-  for (unsigned i = 0; i < config->count; ++i)
-    seen.overlaps |= config->attributes[i].id == 6 && config->attributes[i].value[1] == 1;
-  for (unsigned i = 0; i < num_params; ++i) memcpy(bytes + i * MAX_BYTES, params[i], sizes[i]);
+  if (launches < MAX_LOG) { history[launches].device = current; history[launches].stream = handle; }
+  launches++;
   return 0;
 }
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* shape,
                            const uint64_t* strides, const unsigned* box) {
-  seen.maps++; memset(map, 0, 128); memcpy(map, &address, 8); memcpy((char*)map + 8, shape, 8 * rank); return 0;
+  memset(map, 0, 128); memcpy(map, &address, 8); memcpy((char*)map + 8, shape, 8 * rank); return 0;
 }
 int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
 int cuCtxGetCurrent(void** context) { *context = (void*)(uint64_t)(1 + current); return 0; }
@@ -81,20 +68,7 @@ int cuCtxGetLimit(size_t* value, int limit) { *value = 0; return 0; }
 int cuCtxSetLimit(int limit, size_t value) { return 0; }
 int cuGetErrorString(int code, const char** text) { *text = "fake"; return 0; }
 """
-MAX_BYTES, MAX_LOG, STREAMS = 128, 64, 1000
-FORMATS = {"i32": "<i", "i64": "<q", "fp32": "<f", "u8": "<B"}
-
-
-class Launched(NamedTuple):
-    """What reached the driver since `expect`."""
-
-    launches: int
-    maps: int
-    grid: tuple[int, int, int]
-    threads: int
-    stream: int
-    overlaps: bool
-    parameters: list[Any]
+MAX_LOG, STREAMS = 64, 1000
 
 
 class FakeCuda:
@@ -102,15 +76,16 @@ class FakeCuda:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for function in (library.fake_seen, library.fake_bytes, library.fake_history):
-            function.restype = ctypes.c_void_p
-        self._kinds: list[str] = []
+        library.fake_history.restype = ctypes.c_void_p
 
-    def expect(self, signature: tuple[Any, ...] = ()) -> None:
-        """Start counting; the parameters of later launches are read by this signature (see compilation.Types)."""
-        self._kinds = list(_flat(signature))
-        sizes = [_size(kind) for kind in self._kinds]
-        self._library.fake_expect(len(sizes), (ctypes.c_uint * max(1, len(sizes)))(*sizes))
+    def expect(self) -> None:
+        """Start counting."""
+        self._library.fake_expect()
+
+    @property
+    def launches(self) -> int:
+        """Launches since `expect`."""
+        return int(self._library.fake_launches())
 
     def device(self) -> int:
         """The one that is current in this thread."""
@@ -123,40 +98,11 @@ class FakeCuda:
     def launched_on(self) -> list[tuple[int, int]]:
         """(device, stream) of the launches since `expect`, at most MAX_LOG."""
         pairs = ((ctypes.c_uint64 * 2) * MAX_LOG).from_address(self._library.fake_history())
-        return [(device, stream) for device, stream in pairs[: self.seen().launches]]
+        return [(device, stream) for device, stream in pairs[: self.launches]]
 
     def refuse(self, count: int) -> None:
         """The next launches fail: no context is current."""
         self._library.fake_refuse(count)
-
-    def seen(self) -> Launched:
-        """Launches since `expect`, and the last one's grid, attribute and parameters."""
-        words = (ctypes.c_uint64 * 9).from_address(self._library.fake_seen())
-        launches, maps, x, y, z, threads, _, stream, overlaps = words
-        count = max(1, len(self._kinds) * MAX_BYTES)
-        data = bytes((ctypes.c_char * count).from_address(self._library.fake_bytes()))
-        values = [_value(kind, data[i * MAX_BYTES :]) for i, kind in enumerate(self._kinds)]
-        return Launched(launches, maps, (x, y, z), threads, stream, bool(overlaps), values)
-
-
-def _flat(kind: Any) -> Iterator[str]:
-    if isinstance(kind, tuple):
-        for element in kind:
-            yield from _flat(element)
-    elif kind.startswith("tensordesc"):
-        rank = kind.split("]")[0].count(",") + 1
-        yield from ["map", *["i32"] * rank, *["i64"] * rank]
-    elif kind != "constexpr":
-        yield kind
-
-
-def _size(kind: str) -> int:
-    return MAX_BYTES if kind == "map" else 8 if kind.startswith("*") else struct.calcsize(FORMATS[kind])
-
-
-def _value(kind: str, data: bytes) -> Any:
-    form = "<Q" if kind == "map" or kind.startswith("*") else FORMATS[kind]
-    return struct.unpack_from(form, data)[0]
 
 
 @contextlib.contextmanager

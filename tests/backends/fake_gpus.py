@@ -49,8 +49,6 @@ class FakeGpus:
     def __init__(self, driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.driver = driver
         self.streams = {0: STREAMS, 1: 2 * STREAMS}
-        # What is made outside of a call's results, by device.
-        self.lasting: dict[int, list[Placed]] = {0: [], 1: []}
         for name, answer in (
             ("_cuda_getDevice", driver.device),
             ("_cuda_getCurrentRawStream", self.streams.__getitem__),
@@ -65,13 +63,3 @@ class FakeGpus:
 
     def _made(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Placed:
         return placed(torch.empty_strided(shape, strides, dtype=dtype), self.driver.device())
-
-    def keep(self, tensor: Tensor, index: int) -> Placed:
-        """A tensor that outlives the call in which it is made."""
-        found = placed(tensor, index)
-        self.lasting[index].append(found)
-        return found
-
-    def lasting_at(self, index: int) -> list[range]:
-        """The addresses of what lasts on a device."""
-        return [range(t.data_ptr(), t.data_ptr() + t.nbytes) for t in self.lasting[index]]

@@ -11,11 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-# Tests that an ordinary run interprets, and those that are left to the exhaustive one.
-IN_PARTS = pytest.mark.parametrize("part", ["not exhaustive", pytest.param("exhaustive", marks=pytest.mark.exhaustive)])
 # The interpreter computes with NumPy, which warns where a GPU gives inf, where a scalar has one dimension, and where a
 # tile holds rows of the next sequence (NaN in tests), which are computed and not stored.
 IGNORED = (

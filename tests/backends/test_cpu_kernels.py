@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from llvmlite import binding, ir
@@ -20,13 +19,11 @@ from tilewise.backends.cpu.emit import (
     BF16,
     E4M3,
     E4M3_UNIT,
-    EXP2_EXACT,
-    EXP2_POLYNOMIAL,
     FP16,
     Emitter,
     Value,
 )
-from tilewise.backends.cpu.features import drop, philox
+from tilewise.backends.cpu.features import drop
 from tilewise.backends.cpu.forward_matrix import (
     matrix_scores,
     matrix_values,
@@ -39,7 +36,6 @@ from tilewise.backends.cpu.forward_matrix import (
 from tilewise.backends.cpu.isa import Isa
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import transpose_panel
-from tilewise.numerics import philox_4x32
 
 LANES = isa.host().lanes
 AMX_FEATURES = ("avx512f", "avx512dq", "avx512vl", "avx512bw", "avx512bf16", "amx-tile", "amx-bf16")
@@ -55,48 +51,6 @@ def loaded(parts: list[Part], table: Isa | None = None) -> tuple[Callable[..., A
     engine.finalize_object()
     kinds = [ctypes.c_float if str(kind) == "float" else ctypes.c_int64 for kind in parts[0].kind.args]
     return ctypes.CFUNCTYPE(None, *kinds)(engine.get_function_address(parts[0].symbol)), engine
-
-
-def elementwise(emit: Callable[[Emitter, Value], Value], values: np.ndarray, table: Isa | None = None) -> np.ndarray:
-    """`emit` applied to fp32 numbers on this machine, with the instruction shapes of any table."""
-
-    def body(e: Emitter, source: Value, target: Value, count: Value) -> None:
-        e.loop(count, e.lanes, (), lambda i: e.store(e.at(target, i), emit(e, e.load(e.at(source, i)))))
-
-    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
-    function, engine = loaded([Part("tilewise_test", kind, body, is_driver=False)], table)
-    padded = np.zeros(-(-len(values) // 16) * 16, np.float32)
-    padded[: len(values)] = values
-    result = np.empty_like(padded)
-    function(padded.ctypes.data, result.ctypes.data, len(padded))
-    del engine
-    return result[: len(values)]
-
-
-@pytest.mark.parametrize("table", [isa.host(), isa.GENERIC], ids=["host", "generic"])
-@pytest.mark.parametrize(("coefficients", "bound"), [(EXP2_POLYNOMIAL, 1.8e-7), (EXP2_EXACT, 8e-8)])
-def test_exp2_is_as_exact_as_its_polynomial_and_zero_for_minus_infinity(
-    coefficients: tuple[float, ...], bound: float, table: Isa
-) -> None:
-    x = np.concatenate([np.linspace(-125, 20, 200_001), [-math.inf, 0.0, 1.0, -1.0]]).astype(np.float32)
-    exact = np.exp2(x.astype(np.float64))
-    got = elementwise(lambda e, v: e.exp2(v, coefficients), x, table)
-    assert got[-4] == 0.0
-    assert np.array_equal(got[-3:], [1.0, 2.0, 0.5])
-    finite = exact > 0
-    assert np.max(np.abs(got[finite] - exact[finite]) / exact[finite]) < bound
-
-
-def test_tanh_is_exact_to_two_ulp() -> None:
-    x = np.concatenate([np.linspace(-12, 12, 200_001), np.logspace(-30, 0, 1000), [math.inf, -math.inf]]).astype(
-        np.float32
-    )
-    exact = np.tanh(x.astype(np.float64))
-    got = elementwise(lambda e, v: e.tanh(v), x)
-    error = np.abs(got - exact) / np.maximum(np.abs(exact), 1e-37)
-    assert np.max(error) < 2.5e-7
-    assert got[-2] == 1.0
-    assert got[-1] == -1.0
 
 
 @pytest.mark.parametrize("table", [isa.host(), isa.GENERIC], ids=["host", "generic"])
@@ -156,27 +110,6 @@ def test_every_e4m3_code_is_the_number_that_torch_makes_of_it(table: Isa, count:
     for got in (vectors, single):
         assert torch.equal(got.isnan(), expected.isnan())
         assert torch.equal(got.nan_to_num(7.0).view(torch.int32), expected.nan_to_num(7.0).view(torch.int32))
-
-
-def test_philox_words_are_the_contract_s() -> None:
-    draws, rows = np.arange(LANES, dtype=np.uint32) * 7919, np.arange(LANES, dtype=np.uint32)
-    head, batch = np.full(LANES, 3, np.uint32), np.full(LANES, 2**32 - 1, np.uint32)
-    seed = 0x1234_5678_9ABC_DEF0
-
-    def body(e: Emitter, source: Value, out: Value) -> None:
-        second = e.load(e.b.add(source, e.i64(4 * LANES)), e.int_vector)
-        words = [e.load(source, e.int_vector), second, e.i32s(3), e.i32s(-1)]
-        made = philox(e, words, e.i32s(seed & 0xFFFFFFFF), e.i32s(seed >> 32))
-        for i, word in enumerate(made):
-            e.store(e.at(out, i * LANES), word)
-
-    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
-    function, engine = loaded([Part("tilewise_test", kind, body, is_driver=False)])
-    given, got = np.concatenate([draws, rows]), np.empty((4, LANES), np.uint32)
-    function(given.ctypes.data, got.ctypes.data)
-    del engine
-    expected = philox_4x32((draws, rows, head, batch), (seed & 0xFFFFFFFF, seed >> 32))
-    assert np.array_equal(got, np.stack(expected))
 
 
 @pytest.mark.parametrize(

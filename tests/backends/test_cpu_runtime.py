@@ -17,11 +17,8 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise import settings
-from tilewise.backends.cpu import BACKEND, cache, threads
-from tilewise.device import named
+from tilewise.backends.cpu import BACKEND, threads
 from tilewise.numerics import merge_partials
-from tilewise.problem import AttentionProblem
 from tilewise.testing.threads import one_thread
 
 pytestmark = pytest.mark.slow
@@ -228,30 +225,6 @@ def test_pool_takes_over_without_openmp(monkeypatch: pytest.MonkeyPatch, thread_
     assert all(torch.equal(a, b) for a, b in zip(expected, results(causal=True), strict=True))
 
 
-CALL = """
-import torch, warnings
-warnings.simplefilter("always")
-import tilewise as tw
-q = torch.ones(1, 1, 40, 8)
-for _ in range(2):
-    out = tw.attention(q, q, q, backend="cpu")
-print("sum", out.sum().item())
-"""
-
-
-def test_cache_state_and_warmup_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(cache, "program", lambda name: (tmp_path / cache.file_name(name)).write_bytes(b"12345"))
-    with settings.overridden(cache_dir=tmp_path):
-        empty = BACKEND.cache_state()
-        BACKEND.warmup(lambda name, done, total: told.append((name, done, total)))
-        full = BACKEND.cache_state()
-    assert (empty["path"], empty["writable"], empty["entries"], empty["refused"]) == (str(tmp_path), True, 0, None)
-    assert full["entries"] == full["entries_when_full"] == len(told)
-    assert full["size_bytes"] == 5 * full["entries"]
-    assert told[0] == ("forward", 0, len(cache.programs()))
-
-
 def test_memory_is_linear() -> None:
     q, k, v = (torch.randn(1, 1, 32768, 16) for _ in range(3))
     tw.attention(q[:, :, :600], k[:, :, :600], v[:, :, :600], backend="cpu")
@@ -259,13 +232,6 @@ def test_memory_is_linear() -> None:
     tw.attention(q, k, v, causal=True, window=(256, 0), backend="cpu")
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 64 * 1024, "KiB beyond the inputs"
-
-
-def test_refusals_say_why() -> None:
-    assert any(status.name == "cpu" for status in tw.backends())
-    double = AttentionProblem("dense", torch.float64, 1, 4, 4, 4, 4, 1, 1, 8, 8, 1.0)
-    assert "float64" in (BACKEND.supports(double, named("cpu")) or "")
-    assert "cuda" in (BACKEND.supports(double, named("h100")) or "")
 
 
 LOOSE = 2**31 - 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -120,20 +118,6 @@ def test_parts_that_not_all_threads_have_written_are_found(
     case = DENSE["group of four"]
     with pytest.raises(AssertionError, match="no release and acquire order"):
         decode(case.problem, case.inputs())
-
-
-@pytest.mark.parametrize("programs", [1, 3, 7, 128])
-def test_shares_cover_the_line(programs: int, decode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = importlib.import_module(f"{PACKAGE}.decode_schedule")
-    config = types.SimpleNamespace(LANES=2)
-    monkeypatch.setattr(schedule.gl, "num_programs", lambda _: programs)
-    for total in (1, 2, 5, 127, 256, 1000):
-        ends = [int(schedule.share_of(total, i, config)) for i in range(2 * programs + 1)]
-        assert (ends[0], ends[-1]) == (0, total)
-        assert {b - a for a, b in itertools.pairwise(ends)} <= {total // (2 * programs), total // (2 * programs) + 1}
-        for tile in range(total):
-            program = int(schedule.program_of(total, torch.tensor(tile), config))
-            assert ends[program] <= tile < ends[program + 1]
 
 
 FP8 = {

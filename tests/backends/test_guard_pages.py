@@ -33,7 +33,7 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> None:
 
 
 def test_kernels_stay_within_their_memory() -> None:
-    assert_clean(guarded("cases", "0.35"))
+    assert_clean(guarded("cases", "0.15"))
 
 
 @pytest.mark.exhaustive

@@ -14,7 +14,6 @@ import torch
 
 from hopper_choices import FAMILIES, cover
 from tilewise.backends.gpu import releases
-from tilewise.problem import AttentionProblem
 
 pytestmark = pytest.mark.slow
 
@@ -98,19 +97,6 @@ def test_every_configuration(family: str, part: int) -> None:
         assert kernels, problem
         for name in kernels:
             hold(aot.resources(aot.compiled(problem, name)), MOST_SPILLS, (name, problem))
-
-
-def test_tokens_far_apart_are_found_by_64_bits() -> None:
-    """Tokens outermost in memory, 2^29 elements apart: the fifth one is past what 32 bits count to."""
-    problem: AttentionProblem = FAMILIES["decode"].problem(batch=32768, seqlen_q=8, num_heads=32, num_kv_heads=8)
-    views = offline.operand_views(problem, packed_queries=False)
-    views |= {name: made.view for name, made in launch.result_allocations(problem).items()}
-    kinds = []
-    for token_stride in (views["q"].strides[2], 1 << 29):
-        views["q"] = views["q"]._replace(strides=(32 * 128, 128, token_stride, 1))
-        (call,) = launch.decode_calls(problem, aot.HOPPER, views)
-        kinds.append(compilation.types_of(call).signature[0])
-    assert kinds == [("*bf16", "i32", "i32", "i32"), ("*bf16", "i32", "i32", "i64")]
 
 
 @pytest.mark.parametrize(

@@ -65,42 +65,6 @@ def listed(
     return [Entry(*w[1:]) for w in words[1 : 1 + words[0][0]]]
 
 
-@pytest.mark.parametrize(("of_keys", "heads"), [(False, 1), (True, 3)], ids=["queries, all heads", "keys, each head"])
-@pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_every_block_is_listed_once(
-    lengths: tuple[list[int], list[int]], together: int, of_keys: bool, heads: int, emulated: Callable[[str], Any]
-) -> None:
-    entries = listed(lengths, emulated, together=together, of_keys=of_keys, heads=heads)
-    own = lengths[of_keys]
-    wanted = {(i, h, b) for i, n in enumerate(own) for h in range(heads) for b in range(-(-n // BLOCK))}
-    assert len(entries) == len(wanted)
-    assert {(e.sequence, e.head, e.block) for e in entries} == wanted
-    for e in entries:
-        assert (e.q_rows, e.keys) == (lengths[0][e.sequence], lengths[1][e.sequence])
-        assert (e.q_first, e.k_first) == tuple(sum(n[: e.sequence]) for n in lengths)
-    groups = groups_of(entries, together, heads, of_keys)
-    order = [(*g, -weight(e, of_keys), e.sequence, e.head) for e, g in zip(entries, groups, strict=True)]
-    assert order == sorted(order)
-
-
-def groups_of(entries: list[Entry], together: int, heads: int, of_keys: bool) -> list[tuple[int, int, int]]:
-    """What every entry is walked with: blocks that pass by, group of sequences and wave of heads, `together` rows."""
-    passed = [-(-(e.q_rows if of_keys else e.keys) // BLOCK) for e in entries]
-    rooms = [max(together // max(n * BLOCK, 1), 1) for n in passed]
-    groups = [(-n, e.sequence // max(room // heads, 1)) for e, n, room in zip(entries, passed, rooms, strict=True)]
-    last = max(groups, default=None)  # has room for twice as many heads
-    waves = [-(-heads // (room * (1 + (g == last)))) for g, room in zip(groups, rooms, strict=True)]
-    return [(*g, e.head // -(-heads // wave)) for e, g, wave in zip(entries, groups, waves, strict=True)]
-
-
-def weight(entry: Entry, of_keys: bool) -> int:
-    """Blocks of the other side that a block sees under a causal mask, up to a constant."""
-    if of_keys:
-        return -(-entry.keys // BLOCK) - entry.block
-    return entry.block + -(-entry.keys // BLOCK) - -(-entry.q_rows // BLOCK)
-
-
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
 def test_bounds_that_are_too_small_leave_no_entry_unwritten(
@@ -130,30 +94,3 @@ def test_nothing_to_list_is_said(of_keys: bool, emulated: Callable[[str], Any]) 
     """Bounds of 0: kernels that find no number would take what the memory held for blocks."""
     lengths = ([5, 0, 0], [0, 0, 0]) if of_keys else ([0, 0], [7, 0])
     assert listed(lengths, emulated, slack=(0, 0), together=0, of_keys=of_keys) == []
-
-
-@pytest.mark.parametrize(("lead", "heads"), [(3, 1), (40, 5)])
-@pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-def test_what_is_prepared_beside_is_handed_out_before_it_is_waited_for(
-    lengths: tuple[list[int], list[int]], together: int, lead: int, heads: int, emulated: Callable[[str], Any]
-) -> None:
-    """Whoever takes tile t from the counter prepares tile t + lead (preparing.py)."""
-    said = torch.full((len(lengths[0]) * heads * 2,), -1, dtype=torch.int32)
-    beside = (emulated("work_list").Address("said", torch.int32), lead)
-    entries = listed(lengths, emulated, {"said": said}, together=together, of_keys=True, heads=heads, beside=beside)
-    assert not said.view(-1, 2)[:, 1].any()
-    marks = said.view(-1, heads, 2)[:, :, 0].tolist()
-    assert all(mark in (0, 1) for of_heads in marks for mark in of_heads)
-    assert not any(any(of_heads) for of_heads, keys in zip(marks, lengths[1], strict=True) if keys == 0)
-    tiles: dict[tuple[int, int], list[int]] = {}
-    for tile, entry in enumerate(entries):
-        tiles.setdefault((entry.sequence, entry.head), []).append(tile)
-    groups = groups_of(entries, together, heads, of_keys=True)
-    for (sequence, head), of in tiles.items():
-        group = [tile for tile, other in enumerate(groups) if other == groups[of[0]]]
-        if marks[sequence][head]:
-            assert min(of) >= lead
-            assert max(of) - lead < min(of)
-        else:  # not left to the row kernel without a reason
-            assert min(group) < lead or len(group) > lead

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-import gluon_emulator
 from gluon_emulator import MODE
 from sampling import sampled
 from test_hopper_protocol import LATE_FIRST, Case, check_backward
@@ -57,65 +55,6 @@ def test_heads_behind_the_front(case: Case, late_loads: bool, waves_of_one: Call
     together = case.head_dim == 128 and case.causal and not case.deterministic
     assert plan.last_items == plan.config.ENDING == (2 if together else 1)
     check_backward(case, waves_of_one)
-
-
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
-def test_nothing_is_used_before_it_is_prepared(
-    waits: bool, waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    MODE.late_loads = False
-    preparing, prepare = waves_of_one("preparing"), waves_of_one("preparing").prepare_share.function
-
-    def slowly(*args: Any) -> Any:
-        time.sleep(1.0)
-        return prepare(*args)
-
-    monkeypatch.setattr(preparing, "prepare_share", slowly)
-    if waits:
-        check_backward(CASES["d128, few queries"], waves_of_one)
-        return
-    monkeypatch.setattr(waves_of_one("backward"), "await_prepared", lambda *_: None)
-    with pytest.raises(AssertionError):
-        check_backward(CASES["d128, few queries"], waves_of_one)
-
-
-def test_too_short_a_front_is_a_deadlock(waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tiles are not taken from the counter and belong to the first head: nobody would prepare it."""
-    MODE.late_loads = False
-    monkeypatch.setattr(waves_of_one("backward_plan").BackwardPlan, "front_items", property(lambda _: 0))
-    monkeypatch.setattr(gluon_emulator, "DEADLOCK_S", 1.0)
-    case = replace(CASES["d64 deterministic"], seqlens=(60, 260))
-    with pytest.raises(RuntimeError, match="deadlock"):
-        check_backward(case, waves_of_one)
-
-
-@pytest.mark.parametrize(
-    ("heads", "seqlen", "batch", "causal"),
-    [
-        ((16, 16), 1024, 16, True),
-        ((32, 32), 2048, 2, False),
-        ((3, 3), 128, 300, True),
-        ((5, 5), 1024, 15, True),
-        ((1, 1), 1024, 9, True),
-    ],
-)
-@pytest.mark.parametrize("num_sms", [132, 78])
-def test_a_share_is_handed_out_before_a_tile_that_waits_for_it(
-    num_sms: int, heads: tuple[int, int], seqlen: int, batch: int, causal: bool, emulated: Callable[[str], Any]
-) -> None:
-    case = Case(128, batch=batch, heads=heads, seqlens=(seqlen, seqlen), causal=causal)
-    chip = replace(device.named("h200"), num_sms=num_sms)
-    plan = emulated("backward_plan").backward_plan(case.problem, chip)
-    sizes, front = plan.key_sizes, plan.front_items
-    assert plan.config.AHEAD
-    tiles: dict[int, list[int]] = {}
-    for tile in range(sizes.num_tiles):
-        tiles.setdefault(int(emulated("schedule").place_of(tile, sizes, False, plan.config.ENDING)[1]), []).append(tile)
-    assert (2 if causal and seqlen == 1024 else 1) == plan.config.ENDING
-    assert sorted(len(of) for of in tiles.values()) == [sizes.num_blocks] * sizes.num_items
-    ahead = front * sizes.num_blocks - plan.key_grid[0]
-    assert all(max(of) < front * sizes.num_blocks for item, of in tiles.items() if item < front)
-    assert all(max(of) - ahead < min(of) for item, of in tiles.items() if item >= front)
 
 
 # Without queries, without keys, of one length, and one that has as many keys as the longest but comes late.
@@ -194,14 +133,4 @@ def test_a_missing_signal_is_found(
     enough = torch.tensor(1 << 20)
     monkeypatch.setattr(finishing, missing, (lambda *_: enough) if missing == "load_acquire" else lambda *_: None)
     with pytest.raises(AssertionError):
-        check_backward(FINISHED, short_ring)
-
-
-def test_too_short_a_ring_is_a_deadlock(short_ring: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All CTAs have tiles that wait for the head which had their place before; its shares would go to later tiles."""
-    MODE.late_loads = False
-    monkeypatch.setattr(short_ring("backward_plan"), "FINISH_ROUNDS", 2)
-    monkeypatch.setattr(short_ring("backward_plan").BackwardPlan, "ring_items", property(lambda _: 1))
-    monkeypatch.setattr(gluon_emulator, "DEADLOCK_S", 1.0)
-    with pytest.raises(RuntimeError, match="deadlock"):
         check_backward(FINISHED, short_ring)

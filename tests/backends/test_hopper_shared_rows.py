@@ -11,8 +11,6 @@ import torch
 
 from gluon_emulator import MODE
 from test_hopper_protocol import PACKED, Case, expected
-from tilewise.backends.gpu.launching import View
-from tilewise.backends.hopper.launch import addressable
 
 pytestmark = pytest.mark.slow
 
@@ -37,18 +35,3 @@ def test_forward(case: Case, dim: int, emulated: Callable[[str], Any]) -> None:
     ref, ref_lse = expected(case, shared)
     torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("strides", "shape", "allowed"),
-    [
-        ((0, 0, 64, 1), (2, 4, 100, 64), True),
-        ((6400, 0, 0, 1), (2, 4, 100, 64), False),
-        ((64, 0, 1), (100, 4, 64), True),
-        ((0, 64, 1), (100, 4, 64), False),
-    ],
-)
-def test_rows_have_places_of_their_own(strides: tuple[int, ...], shape: tuple[int, ...], allowed: bool) -> None:
-    view = View(strides, torch.bfloat16, aligned=True)
-    assert addressable(view, shape, shared=True) == allowed
-    assert not addressable(view, shape)

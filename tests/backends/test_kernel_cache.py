@@ -24,7 +24,8 @@ from tilewise import settings
 from tilewise.backends.cpu import BACKEND, cache, compiler
 from tilewise.cli.console import cache_line
 
-pytestmark = pytest.mark.slow
+# One group: the process that forks others is shared.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kernel-cache")]
 
 SOURCE = Path(tw.__file__).parents[1]
 # The program of these tests: the smallest.

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from long_sequences import BLOCK, CASES, LATE_KEYS, Long, faults_of, make_long_inputs, misplaced, plan_of, run_long
-from tilewise import device as devices
 from tilewise.testing import BackendImplementation, Inputs
 from tilewise.testing.implementations import call_api
 from tilewise.testing.results import Results, differentiate
 from tilewise.testing.threads import one_thread
 
 CPU = BackendImplementation("cpu")
-FINISHING = [name for name, long in CASES.items() if long.backward.get("FINISHES")]
 
 
 @pytest.fixture(autouse=True)
@@ -30,23 +27,6 @@ def single_threaded() -> Iterator[None]:
 @pytest.mark.parametrize("long", CASES.values(), ids=CASES.keys())
 def test_every_case_is_for_the_kernel_it_says(long: Long) -> None:
     assert misplaced(long, plan_of(long, "h200")) == []
-
-
-def test_a_plan_of_another_kernel_is_noticed() -> None:
-    long = CASES["d64 steep"]
-    short = dataclasses.replace(long, case=dataclasses.replace(long.case, seqlens_k=(1000,)))
-    assert misplaced(short, plan_of(short, "h200")) == ["forward: NUM_WARPGROUPS=2", "forward: CTAS_PER_SM=2"]
-    assert misplaced(long, plan_of(long, "a100"))[0] == "backend triton"
-
-
-@pytest.mark.parametrize("name", FINISHING)
-def test_finished_heads_share_places_in_the_ring(name: str) -> None:
-    """Fewer heads would leave all dQ to the kernel behind, or every place to one head."""
-    pytest.importorskip("triton")
-    planned = importlib.import_module("tilewise.backends.hopper.backward_plan").backward_plan
-    plan = planned(plan_of(CASES[name], "h200").problem, devices.named("h200"))
-    assert 0 < plan.finished_items < plan.key_sizes.num_items
-    assert plan.ring_items < plan.key_sizes.num_items
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -125,11 +125,3 @@ def test_no_mode_of_the_caller_is_in_force_in_a_trial() -> None:
     backend: Any = Tried()
     with torch.inference_mode(), torch.device("meta"), pytest.warns(UserWarning, match="newer"):
         assert trial.failure(backend) is None
-
-
-def test_names_are_those_of_the_installed_release() -> None:
-    pytest.importorskip("triton")
-    names = ("GluonASTSource", "aggregate", "async_load", "async_store", "barrier", "reduce_add", "reinterpreted")
-    assert all(callable(getattr(releases, name)) for name in names)
-    with pytest.raises(AttributeError, match="no attribute 'async_carry'"):
-        _ = releases.async_carry

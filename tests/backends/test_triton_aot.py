@@ -1,7 +1,7 @@
 """The hot Triton kernels compile for their architecture without a GPU, within its resources, and as they were meant.
 
-The calls come from the passes that the launch path prepares, and are compiled by the function it compiles with, so what
-is compiled here is what runs there. The exhaustive run compiles every row of the tables for every architecture.
+They are compiled by the function that the launch path compiles with. The exhaustive run compiles every row of the
+tables for every architecture.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 from tilewise import device as devices
-from tilewise import validation
 from tilewise.backends.triton import BACKEND
-from tilewise.canonical import canonical
-from tilewise.operands import Flags, Operands, Wanted
 from triton_cases import calls_of as calls_of_case
 from triton_cases import places, problem_of
 
@@ -86,94 +83,29 @@ def assemble(ptx: str) -> str:
     return done.stderr + done.stdout
 
 
-@pytest.fixture(autouse=True)
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes are prepared without compiling or loading anything."""
-    monkeypatch.setattr(launching, "compile_call", lambda *_: None)
-    for kept in (launch._kept_forward, launch._kept_backward):
-        kept.cache_clear()
-
-
-def calls_of(
-    device: str, head_dim: int, dtype: torch.dtype, seqlen_q: int = 300, seqlen_k: int = 300, **flags: Any
-) -> list[KernelCall]:
-    """The kernels of forward and backward of a small dense problem as `device` would run them."""
-    q = torch.zeros(1, 4, seqlen_q, head_dim, dtype=dtype)
-    k = torch.zeros(1, 2, seqlen_k, head_dim, dtype=dtype)
-    seed = flags.pop("seed", torch.tensor(7)) if flags.get("dropout") else None
-    operands = Operands(q, k, k, bias=flags.pop("bias", None), sinks=flags.pop("sinks", None), seed=seed)
-    return calls_with("dense", operands, device, **flags)
-
-
-def packed_calls(
-    device: str, head_dim: int, total: int = 300, head_dim_v: int | None = None, **flags: Any
-) -> list[KernelCall]:
-    """The same of two packed sequences."""
-    q, k, v = (
-        torch.zeros(total, heads, dim or head_dim, dtype=BF16) for heads, dim in ((4, 0), (2, 0), (2, head_dim_v))
-    )
-    bounds = torch.tensor([0, total - 7, total], dtype=torch.int32)
-    operands = Operands(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
-    return calls_with("varlen", operands, device, **flags)
-
-
-def calls_with(kind: Literal["dense", "varlen"], operands: Operands, device: str, **flags: Any) -> list[KernelCall]:
-    """Forward and backward, described but not started."""
-    spec = devices.named(device)
-    problem = validation.problem_of(kind, operands, Flags(**flags, needs_grad=True, backend="triton"))
-    refusal = BACKEND.supports(problem, spec)
-    if refusal is not None:
-        pytest.skip(refusal)
-    operands = canonical(problem, operands)
-    forward = launch.forward_pass(problem, spec, -1, launching.raw_views(operands))
-    made = forward.allocations
-    out, lse = (torch.empty_strided(*made[name][:2], dtype=made[name][2]) for name in ("out", "lse"))
-    given = launching.raw_views((out, None, out, lse, *operands))
-    wanted = Wanted(dbias=operands.bias is not None, dsinks=operands.sinks is not None)
-    backward = launch.backward_pass(problem, spec, -1, given, wanted)
-    return [*forward.calls, *backward.calls]
-
-
 def assert_fits(built: Built, device: str) -> None:
     spec = devices.named(device)
     assert built.shared <= spec.smem_bytes, f"{built.name}: {built.shared} of {spec.smem_bytes} bytes of shared memory"
     assert built.registers <= 255
 
 
+# The kernels of the fast table, dense and packed, whose tiles are taken from a list.
+HOT = (("h200", "causal", 128), ("h200", "packed", 128), ("a100", "causal", 64))
+HOT_TOO = (("h200", "causal", 64), ("h200", "many causal", 64), ("h200", "many causal", 128), ("a100", "causal", 128))
+
+
 @pytest.mark.parametrize(
-    ("device", "length", "head_dim"),
-    [
-        ("h200", 300, 128),
-        ("a100", 300, 64),
-        *(pytest.param("h200", *sizes, marks=pytest.mark.exhaustive) for sizes in ((300, 64), (1024, 64), (1024, 128))),
-        pytest.param("a100", 300, 128, marks=pytest.mark.exhaustive),
-    ],
+    "place", [*HOT, *(pytest.param(place, marks=pytest.mark.exhaustive) for place in HOT_TOO)], ids=str
 )
-def test_hot_kernels(device: str, length: int, head_dim: int) -> None:
-    for call in calls_of(device, head_dim, BF16, length, length, causal=True):
+def test_hot_kernels(place: tuple[str, str, int]) -> None:
+    device = place[0]
+    for call in calls_of_case(*place):
         built = build(call, device)
         assert_fits(built, device)
         assert built.spilled <= SPILL_LIMIT, built.name
         assert not built.serialised, f"{built.name}: ptxas waits after every wgmma"
-        if devices.named(device).has_wgmma and built.name != "row_stats_kernel":
+        if devices.named(device).has_wgmma and built.name not in ("row_stats_kernel", "list_blocks_kernel"):
             assert "wgmma.mma_async" in built.ptx
-
-
-def test_packed_kernels() -> None:
-    """Tiles taken from a list cost no spills."""
-    built = {call.kernel.__name__: build(call, "h200") for call in packed_calls("h200", 128, causal=True)}
-    kernels = {
-        "list_blocks_kernel",
-        "forward_kernel",
-        "row_stats_kernel",
-        "key_gradient_kernel",
-        "query_gradient_kernel",
-    }
-    assert set(built) == kernels
-    for kernel in built.values():
-        assert_fits(kernel, "h200")
-        assert kernel.spilled <= SPILL_LIMIT, kernel.name
-        assert not kernel.serialised, kernel.name
 
 
 @pytest.mark.parametrize(
@@ -257,16 +189,6 @@ def test_absent_tangents_are_compiled_away(name: str, along: tuple[str, ...]) ->
                 products[given] = len(re.findall(r"mma\S*\.m\d+n\d+k\d+", built.ptx))
     # Of the six products of a tile q' k, q k', (P S') v and P v' need a tangent, (P S') v any but that of v.
     assert products[along] < products["q", "k", "v"]
-
-
-def test_decode_kernels() -> None:
-    calls = calls_of("h200", 128, BF16, seqlen_q=1, causal=True)
-    forward = [call for call in calls if call.kernel.__name__ in ("decode_kernel", "combine_kernel")]
-    assert len(forward) == 2
-    for call in forward:
-        built = build(call, "h200")
-        assert_fits(built, "h200")
-        assert built.spilled == 0
 
 
 @pytest.mark.parametrize(

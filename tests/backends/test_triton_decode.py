@@ -1,4 +1,5 @@
-"""Decoding by the Triton backend without a GPU: in the interpreter against fp64, and what is compiled for GPUs.
+"""Decoding by the Triton backend without a GPU: in the interpreter against fp64 (test_triton_interpreter.py runs those
+tests), and what is compiled for GPUs.
 
 The interpreted suite is cut to lengths that are not worth splitting, so the split kernel is judged here.
 """
@@ -18,7 +19,6 @@ import pytest
 import torch
 
 import tilewise as tw
-from interpreting import IN_PARTS, interpret
 from sampling import sampled
 from tilewise import device as devices
 from tilewise import fp8
@@ -33,7 +33,6 @@ launch = pytest.importorskip("tilewise.backends.triton.launch")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-HERE = Path(__file__)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 only_interpreted = pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 only_compiled = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
@@ -67,13 +66,6 @@ CASES = {
 
 # Every loader once, with something else special about each.
 ORDINARY = ("dense_window_sinks", "few_tokens", "pages_of_16", "pages_of_3_packed", "e4m3_blocks", "e4m3_pages_of_128")
-
-
-@pytest.mark.slow
-@only_compiled
-@IN_PARTS
-def test_decoding_in_the_interpreter(part: str) -> None:
-    interpret("-k", "interpreted", "-m", part, str(HERE))
 
 
 @only_interpreted

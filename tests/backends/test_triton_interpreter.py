@@ -1,4 +1,5 @@
-"""The Triton kernels on a CPU, in Triton's interpreter: the device's tile ranges, and the conformance suite cut small.
+"""The Triton kernels on a CPU, in Triton's interpreter: the device's tile ranges, quantising, the conformance
+suite cut small, and the tests of other files that are for it.
 
 Triton decides when a kernel is defined whether it is interpreted, so these tests run in a process of their own.
 """
@@ -18,7 +19,8 @@ import pytest
 import torch
 
 import tilewise
-from interpreting import IN_PARTS, interpret
+from interpreting import interpret
+from tilewise import fp8
 from tilewise.masks import Band, TileGrid, TileKind
 
 triton = pytest.importorskip("triton")
@@ -27,6 +29,7 @@ primitives = pytest.importorskip("tilewise.backends.triton.primitives")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
+quantising = pytest.importorskip("tilewise.backends.triton.quantising")
 key_range, query_range = primitives.key_range, primitives.query_range
 sequence_of = primitives.sequence_of
 DeviceBand, Traits = planning.Band, planning.Traits
@@ -42,10 +45,22 @@ PARTS = (*LARGE[:-1], "tangents and dense", "tangents and not dense", f"not ({' 
 SAMPLE = "gqa or varlen_padding or paged_decode_strided or fp32_bias_and_sinks"
 
 
+# Files with tests that run in the interpreter alone: all of them in one process, whose start takes as long as most.
+FILES = (
+    str(HERE),
+    str(HERE.with_name("test_triton_decode.py")),
+    str(HERE.with_name("test_triton_prefix.py")),
+    str(HERE.parents[1] / "kv" / "test_triton_serving.py"),
+)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
-@IN_PARTS
-def test_tile_ranges_in_the_interpreter(part: str) -> None:
-    interpret(str(HERE), "-k", "mirror or slots or joined or boxes", "-m", part)
+@pytest.mark.parametrize(
+    "part",
+    ["not exhaustive", pytest.param("exhaustive", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)])],
+)
+def test_in_the_interpreter(part: str) -> None:
+    interpret(*FILES, "-m", part)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
@@ -327,3 +342,31 @@ def test_few_keys_in_boxes(flags: dict[str, Any]) -> None:
     want, want_lse = tilewise.attention(*wide, **flags, return_lse=True, backend="reference")
     torch.testing.assert_close(out.double(), want, rtol=0, atol=2e-6)
     torch.testing.assert_close(lse.double(), want_lse.double(), rtol=0, atol=2e-6)
+
+
+def quantised_alike(x: torch.Tensor, granularity: Any, *, rotation: bool = False, **options: Any) -> bool:
+    """Whether the kernel and plain torch write the same bits."""
+    expected = fp8.quantize(x, granularity=granularity, rotation=rotation, **options)
+    given = options.get("scale")
+    data, scale = quantising.quantize(
+        x, granularity, expected.block, expected.layout, options.get("cu_seqlens"), rotation=rotation,
+        given=None if given is None else torch.as_tensor(given), max_seqlen=options.get("max_seqlen"),
+    )  # fmt: skip
+    return torch.equal(data.view(torch.uint8), expected.data.view(torch.uint8)) and torch.equal(scale, expected.scale)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
+def test_quantising_writes_the_bits_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    odd = torch.randn(1, 2, 150, 40, generator=generator).bfloat16()
+    odd[0, 0, 3, 4], odd[0, 1, 3, 4] = torch.nan, torch.inf
+    odd[0, 0, 7] *= 1e-4
+    packed = torch.randn(150, 2, 24, generator=generator).half()
+    cu_seqlens = torch.tensor([0, 7, 7, 140], dtype=torch.int32)
+    for granularity in ("tensor", "head", "block"):
+        assert quantised_alike(odd, granularity, rotation=granularity != "tensor")
+        assert quantised_alike(packed, granularity, rotation=True, cu_seqlens=cu_seqlens, max_seqlen=133)
+    assert quantised_alike(odd.transpose(1, 2), "block", layout="bshd")
+    assert quantised_alike(odd, "block", block=48)
+    steps = torch.cat([torch.arange(-460, 460, 0.37), torch.arange(-0.1, 0.1, 2.0**-12)])
+    assert quantised_alike(steps[: len(steps) // 16 * 16].reshape(1, 1, -1, 16), "head", scale=1.0)

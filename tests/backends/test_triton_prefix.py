@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from interpreting import IN_PARTS, interpret
 from sampling import sampled
 from tilewise import device as devices
 from tilewise import fp8
@@ -200,13 +198,6 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
         # Whoever came last has left none for the next call on this stream.
         assert not counters.any()
     prefix.prefix_pass.cache_clear()
-
-
-@pytest.mark.slow
-@only_compiled
-@IN_PARTS
-def test_prefixes_are_attended_in_the_interpreter(part: str) -> None:
-    interpret(str(Path(__file__)), "-m", part)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda, fake_cuda
 from fake_gpus import FakeGpus, placed
 from tilewise import device as devices
 from tilewise import validation
-from tilewise.backends.gpu import compilation, launching
+from tilewise.backends.gpu import compilation
 from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.operands import Flags, Operands, Wanted
@@ -56,7 +56,7 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fake_c
         found.streams |= {0: 0, 1: 0}
     monkeypatch.setattr(counters, "outside_pools", lambda make, _: make())
     monkeypatch.setattr(counters, "COUNTERS_PER_DEVICE", 64)
-    zeros = lambda of, n: found.keep(torch.zeros(n, dtype=torch.int32), of.device.index)  # noqa: E731
+    zeros = lambda of, n: placed(torch.zeros(n, dtype=torch.int32), of.device.index)  # noqa: E731
     monkeypatch.setattr(counters.Counters, "_zeros", zeros)
     fake_cuda.exchange_device(0)
     with devices.overridden(devices.named("h200")):
@@ -92,14 +92,6 @@ def memory_of(kind: str) -> list[Tensor]:
         return [torch.zeros(1, 8, 1, 64, dtype=BF16), keys, torch.zeros_like(keys)]
     rows = [torch.zeros(1, 2, 300, 64, dtype=BF16) for _ in range(5)]
     return [*rows[:4], torch.zeros(1, 2, 300), rows[4]] if kind == "backward" else rows[:3]
-
-
-class Remembered(NamedTuple):
-    """What was remembered while a device was current: in which dictionary, and the addresses kernels start with."""
-
-    device: int
-    known: dict[Any, Any]
-    addresses: tuple[int, ...]
 
 
 BACKENDS = pytest.mark.parametrize("gpu", [TRITON, HOPPER], ids=["triton", "hopper"])
@@ -183,30 +175,3 @@ def test_the_current_device_is_restored_after_an_error(gpu: Any, kind: str, gpus
             call()
         assert gpus.driver.device() == 0
         call()
-
-
-@BACKENDS
-@KINDS
-def test_what_is_kept_is_kept_by_device(gpu: Any, kind: str, gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counters and what starts kernels at known addresses, though streams and addresses are equal."""
-    remembered: list[Remembered] = []
-    plain = launching._remember
-
-    def noted(known: dict[Any, Any], places: tuple[int, ...], value: Any) -> None:
-        remembered.append(Remembered(gpus.driver.device(), known, places[1:]))
-        plain(known, places, value)
-
-    monkeypatch.setattr(launching, "_remember", noted)
-    memory = memory_of(kind)
-    # Results live on: what is kept for the other device must not come to lie where they were.
-    held = [call() for index in (0, 1) for call in calls_at(gpu, kind, memory, index)]
-    assert held
-    # One pass for each device: none of these dictionaries serves both.
-    owners = [{id(one.known) for one in remembered if one.device == index} for index in (0, 1)]
-    assert owners[0]
-    assert not owners[0] & owners[1]
-    spans = [gpus.lasting_at(index) for index in (0, 1)]
-    assert len(spans[0]) == len(spans[1])
-    uses = [[any(a in span for a in one.addresses for span in spans[i]) for i in (0, 1)] for one in remembered]
-    assert not [one for one, of in zip(remembered, uses, strict=True) if of[1 - one.device]]
-    assert any(map(any, uses)) or gpu is TRITON  # which counts nothing

@@ -1,9 +1,8 @@
-"""What every rank runs under torchrun: attention of DTensors against attention of the whole tensors."""
+"""What every rank runs for DTensors: attention of DTensors against attention of the whole tensors."""
 
 from __future__ import annotations
 
 import json
-import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -213,9 +212,10 @@ def what_does_not_fit(mesh: DeviceMesh) -> None:
     says("multiple of 2 heads", InvalidProblem, lambda: tw.attention(even, single, single))
 
 
-def main(report: str) -> None:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def main(report: Path, place: str, rank: int, world: int) -> None:
+    """Run the checks, of which rank 0 writes the report."""
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
     found = {}
     for name, function in CHECKS.items():
         try:
@@ -223,13 +223,9 @@ def main(report: str) -> None:
             outcome = "ok"
         except Exception:
             outcome = traceback.format_exc()[-2500:]
-        everybody: list[Any] = [None] * dist.get_world_size()
+        everybody: list[Any] = [None] * world
         dist.all_gather_object(everybody, outcome)
         found[name] = next((o for o in everybody if o != "ok"), "ok")
-    if dist.get_rank() == 0:
-        Path(report).write_text(json.dumps(found))
+    if rank == 0:
+        report.write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

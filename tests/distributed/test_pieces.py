@@ -9,7 +9,7 @@ import pytest
 
 from tilewise.distributed.heads import assign
 from tilewise.distributed.pieces import Layout, Piece, pairs_of, pieces, ring_steps
-from tilewise.distributed.sharding import Chunk, shard_of
+from tilewise.distributed.sharding import Chunk
 
 
 def global_index(shard: tuple[Chunk, ...], row: int) -> int:
@@ -112,14 +112,6 @@ def test_zigzag_causal_work_is_even(world: int, seqlen: int) -> None:
     assert sum(even) == sum(uneven) == seqlen * (seqlen + 1) // 2
 
 
-def test_zigzag_ring_step_is_one_call() -> None:
-    """Side by side pieces are joined: between two ranks one call of half the scores, at home three."""
-    layout = Layout(8, "zigzag", 16, 16, 128, 128, None, 0)
-    for rank, other in itertools.product(range(8), range(8)):
-        todo = pieces(layout, layout.q_shard(rank), layout.k_shard(other))
-        assert len(todo) == (3 if rank == other else 1)
-
-
 def test_a_window_shortens_the_ring() -> None:
     def steps(sharding: str, window: int) -> tuple[int, ...]:
         return ring_steps(Layout(8, sharding, 128, 128, 1024, 1024, window, 0))
@@ -128,11 +120,6 @@ def test_a_window_shortens_the_ring() -> None:
     assert steps("contiguous", 200) == (0, 1, 2)
     assert steps("zigzag", 50) == (0, 1, 7)
     assert steps("contiguous", 1023) == tuple(range(8))
-
-
-def test_padding_only_shards_are_empty() -> None:
-    assert shard_of(3, 4, 4, 5, "contiguous") == ()
-    assert [len(shard_of(rank, 4, 8, 5, "zigzag")) for rank in range(4)] == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(

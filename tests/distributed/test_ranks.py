@@ -1,4 +1,4 @@
-"""Context parallelism on 1 to 4 gloo ranks, DTensors on 2: one torchrun for each runs all checks of a worker."""
+"""Context parallelism on 1 to 4 gloo ranks, DTensors on 2: one process forks the ranks, which run all checks."""
 
 from __future__ import annotations
 
@@ -12,65 +12,40 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-TIMEOUT = 240
-EXAMPLE = str(HERE.parents[1] / "examples" / "long_context.py")
+EXAMPLE = HERE.parents[1] / "examples" / "long_context.py"
+# The reports, and how many checks each has at the least.
+REPORTS = {
+    "context_parallel-1": 20,
+    "context_parallel-2": 48,
+    "context_parallel-3": 30,
+    "context_parallel-4": 22,
+    "dtensors-2": 12,
+}
 
 
-def torchrun(script: str, world: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of this folder on that many ranks."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TILEWISE", "OMP"))} | {
-        "OMP_NUM_THREADS": "1"
-    }
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(HERE / script)]
-    return subprocess.run(
-        [sys.executable, *command, *arguments], capture_output=True, text=True, timeout=TIMEOUT, env=environment,
-        check=False,
-    )  # fmt: skip
-
-
-def ranks(world: int) -> pytest.MarkDecorator:
-    return pytest.mark.xdist_group(f"ranks-{world}")
+def python(*arguments: str) -> str:
+    """What a process of its own prints, with one thread for each of its ranks."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TILEWISE")} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("script", "world", "least"),
-    [
-        pytest.param("worker.py", 1, 20, marks=ranks(1)),
-        pytest.param("worker.py", 2, 48, marks=ranks(2)),
-        pytest.param("worker.py", 3, 30, marks=ranks(3)),
-        pytest.param("worker.py", 4, 22, marks=ranks(4)),
-        pytest.param("dtensor_worker.py", 2, 12, marks=ranks(2)),
-    ],
-)
-def test_every_check_holds(script: str, world: int, least: int, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    done = torchrun(script, world, str(report))
-    assert report.exists(), f"{world} ranks wrote no report\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    found: dict[str, str] = json.loads(report.read_text())
-    failed = {name: outcome for name, outcome in found.items() if outcome != "ok"}
-    assert not failed, "\n\n".join(f"{name}: {outcome}" for name, outcome in failed.items())
-    assert len(found) >= least
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ranks-1")
-def test_the_example_trains_as_one_device_would() -> None:
-    done = torchrun(EXAMPLE, 2, "--steps", "3", "--seqlen", "501", "--check")
-    assert done.returncode == 0, done.stderr[-4000:]
-    alone = re.search(r"on one device: ([\d.]+)", done.stdout)
-    together = re.search(r"loss ([\d.]+) -> ([\d.]+)", done.stdout)
-    assert alone is not None
-    assert together is not None
-    assert abs(float(alone[1]) - float(together[1])) < 1e-5
-    assert float(together[2]) < float(together[1])
-    assert "peak memory a rank" in done.stdout
+def test_every_check_holds(tmp_path: Path) -> None:
+    python(str(HERE / "ranks.py"), str(tmp_path))
+    for name, least in REPORTS.items():
+        found: dict[str, str] = json.loads((tmp_path / f"{name}.json").read_text())
+        failed = [f"{name}, {check}: {outcome}" for check, outcome in found.items() if outcome != "ok"]
+        assert not failed, "\n\n".join(failed)
+        assert len(found) >= least
 
 
 THREADS = """
 import pathlib, runpy, sys
-sys.argv = [sys.argv[1], "--steps", "1", "--seqlen", "64"]
+sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 print("threads:", [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()])
 """
@@ -78,10 +53,17 @@ print("threads:", [(task / "comm").read_text().strip() for task in pathlib.Path(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads from /proc")
-def test_the_examples_group_ends_with_its_threads() -> None:
+def test_the_example_trains_as_one_device_would_and_ends_with_its_threads(tmp_path: Path) -> None:
     """Threads of gloo that outlive the interpreter abort the process, though rarely: when they let go of a tensor."""
-    done = subprocess.run(
-        [sys.executable, "-c", THREADS, EXAMPLE], capture_output=True, text=True, timeout=TIMEOUT, check=True
-    )
-    assert "threads:" in done.stdout
-    assert "gloo" not in done.stdout.split("threads:")[1]
+    (script := tmp_path / "example.py").write_text(THREADS)
+    options = [str(script), str(EXAMPLE), "--steps", "3", "--seqlen", "501", "--check"]
+    said = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options)
+    alone = re.search(r"on one device: ([\d.]+)", said)
+    together = re.search(r"loss ([\d.]+) -> ([\d.]+)", said)
+    assert alone is not None
+    assert together is not None
+    assert abs(float(alone[1]) - float(together[1])) < 1e-5
+    assert float(together[2]) < float(together[1])
+    assert "peak memory a rank" in said
+    assert said.count("threads:") == 2
+    assert "gloo" not in "".join(said.split("threads:")[1:])

@@ -1,25 +1,17 @@
-"""What every rank runs under torchrun: `worker.py RESULTS` runs the checks for its world size and rank 0 writes, by
-name, "ok" or what went wrong.
-"""
+"""What every rank runs for context parallelism: the checks for its world size, of which rank 0 writes the report."""
 
 from __future__ import annotations
 
 import datetime as dt
 import itertools
 import json
-import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import behaviour
+import torch.distributed as dist
 from implementation import ContextParallel
 
 from tilewise.testing import Case, find_faults, make_inputs, uninitialised_is_nan
@@ -84,34 +76,27 @@ def conformance(name: str, case: Case, way: tuple[str, str]) -> Iterator[tuple[s
     yield f"{name}, {implementation.method} {implementation.sharding}", check
 
 
-def main() -> None:
+def main(report: Path, place: str, rank: int, world: int) -> None:
     """Run the checks; a failure on any rank is reported with its rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60), init_method=place, rank=rank, world_size=world)
     outcomes: dict[str, str] = {}
     for name, check in checks():
         failure = ""
         try:
             check()
         except Exception:  # every failure is a line in the report, and peers must go on too
-            failure = f"rank {dist.get_rank()}: {traceback.format_exc()}"
-        everywhere: list[str] = [""] * dist.get_world_size()
+            failure = f"rank {rank}: {traceback.format_exc()}"
+        everywhere: list[str] = [""] * world
         dist.all_gather_object(everywhere, failure)
         outcomes[name] = "\n".join(filter(None, everywhere)) or "ok"
-    if dist.get_world_size() == 2:
+    if world == 2:
         outcomes["a peer dies"] = "ok"
         try:
             behaviour.peer_dies()
         except Exception:  # as above
             outcomes["a peer dies"] = traceback.format_exc()
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(outcomes))
-    if dist.get_world_size() == 2:
-        # What is left of a group without its peer would wait for it at the end.
-        os._exit(0)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    if rank == 0:
+        report.write_text(json.dumps(outcomes))
+    if world != 2:  # of a group without its peer the rest would wait
+        dist.barrier()
+        dist.destroy_process_group()

@@ -334,18 +334,6 @@ def test_one_chapter_in_a_file_of_its_own(open_page: Any, tmp_path: Path) -> Non
 # --- paint, contrast, imposed colours
 
 
-COLOURS = """(canvas) => {
-  const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-  const counts = {};
-  for (let at = 0; at < data.length; at += 4) {
-    const colour = data.slice(at, at + 4).join();
-    counts[colour] = (counts[colour] ?? 0) + 1;
-  }
-  const sorted = Object.values(counts).sort((one, other) => other - one);
-  return {distinct: sorted.length, largest: sorted[0] / (data.length / 4)};
-}"""
-
-
 # A chapter, a bench, a form and the notes; every place takes a minute.
 AXE = [
     pytest.param("light", ("fa2", "tiles", "problem", "teacher"), id="light"),

@@ -227,6 +227,7 @@ def test_the_shape_of_a_request_is_judged_first(server: ExplorerServer) -> None:
 # --- the exported page
 
 
+@pytest.mark.xdist_group("browser")  # whose tests open the page
 def test_the_exported_page_is_one_small_file_without_outside_addresses(exported: Path) -> None:
     text = exported.read_text(encoding="utf-8")
     assert len(text.encode()) < 600 * 1024

@@ -11,7 +11,6 @@ from playwright.sync_api import Locator, Page, expect
 
 from tilewise.explorer.questions import Question, plan_of
 from tilewise.simulator import Workload, count, counts_after_each, schedule
-from tilewise.simulator.events import Algorithm
 
 # One browser for all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
@@ -82,45 +81,6 @@ def test_the_exported_page_has_every_view_without_a_network(open_page: Any, expo
 
 
 # --- tiles
-
-
-def after_steps(algorithm: Algorithm, work: Workload, steps: int) -> tuple[str, str]:
-    """Reads and writes once so many steps are done; what finishes a tile belongs to the step before it."""
-    trace = schedule(algorithm, work)
-    done, last = 0, 0
-    place: tuple[object, ...] | None = None
-    for index, event in enumerate(trace.events):
-        here = (event.phase, event.m_block, event.n_block)
-        is_step = None not in here and event.phase not in ("setup", "finish", "skip")
-        if is_step and here != place:
-            done += 1
-        if done > steps or (done == steps and event.phase in ("setup", "skip")):
-            break
-        place, last = here, index
-    counts = list(counts_after_each(trace))[last] if steps else None
-    return (f"{counts.traffic.reads:,}", f"{counts.traffic.writes:,}") if counts else ("0", "0")
-
-
-@pytest.mark.parametrize(
-    ("address", "work", "steps"),
-    [
-        ("tiles?d=4", Workload(6, 6, 4, 4, block_m=2, block_n=2), 27),
-        ("tiles?n=8&mask=causal", Workload(8, 8, 2, 2, block_m=2, block_n=2, right=0), 30),
-        ("tiles?n=9&bn=4&mask=window&w=3&d=3", Workload(9, 9, 3, 3, block_m=2, block_n=4, left=3, right=0), None),
-    ],
-    ids=["full", "causal", "window"],
-)
-def test_stepping_moves_the_counters_as_the_simulator_says(
-    open_page: Any, address: str, work: Workload, steps: int | None
-) -> None:
-    page: Page = open_page(address)
-    total = int(page.locator(".player input").get_attribute("max") or 0)
-    assert total == schedule("fa2", work).num_steps == (steps or total)
-    for at in (0, 1, 2, 3, 4, 10, total):
-        page.locator(".player input").fill(str(at))
-        for algorithm in ("fa1", "fa2"):
-            found = value(page, f"{algorithm}-reads"), value(page, f"{algorithm}-writes")
-            assert found == after_steps(algorithm, work, at), f"{algorithm} after {at}"
 
 
 def test_bad_input_is_named_and_changes_nothing(open_page: Any) -> None:

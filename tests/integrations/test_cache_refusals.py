@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,96 +23,136 @@ def int32(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-OFFSETS: dict[str, tuple[Tensor, str]] = {
-    "fractions": (torch.tensor([0.0, 2.0, 4.0]), "a tensor of integers of shape"),
-    "another batch": (int32([0, 4]), "a tensor of integers of shape"),
-    "a late start": (int32([1, 2, 4]), "0 as its first entry, got 1"),
-    "before the first": (int32([0, -1, 4]), "entries that never decrease"),
-    "decreasing": (int32([0, 3, 2]), "entries that never decrease"),
-    "past the end": (int32([0, 2, 9]), "a last entry of at most 4"),
-}
-
-
-@pytest.mark.parametrize("name", OFFSETS)
-def test_offsets_of_new_tokens(name: str) -> None:
-    offsets, message = OFFSETS[name]
-    k_cache, v_cache = torch.zeros(2, 32, 2, 16), torch.zeros(2, 32, 2, 16)
-    new = torch.ones(4, 2, 16)
-    with pytest.raises(tw.InvalidProblem, match=f"cu_seqlens_k_new: expected {message}"):
-        fa3.flash_attn_with_kvcache(
-            torch.zeros(2, 1, 4, 16), k_cache, v_cache, new, new, cache_seqlens=int32([3, 5]), cu_seqlens_k_new=offsets
-        )
-    assert not k_cache.any()
-    assert not v_cache.any()
-
-
-def test_slots_of_another_dtype_are_refused() -> None:
-    pages, rows = torch.zeros(1, 4, 2, 16), torch.ones(2, 2, 16)
-    with pytest.raises(tw.InvalidProblem, match="slots: expected an int64 tensor"):
-        write_rows(rows, rows, pages, pages, int32([0, 1]))
-    assert not pages.any()
-
-
-QUERIES: dict[str, tuple[Tensor, str]] = {
-    "no dimension": (torch.tensor(0.0), "q: expected a tensor .batch, seqlen, heads, dim., got shape .."),
-    "one dimension": (torch.zeros(16), "q: expected a tensor .batch, seqlen, heads, dim., got shape .16,."),
-    "five dimensions": (torch.zeros(1, 2, 1, 4, 16), "q: expected a tensor .batch, seqlen, heads, dim."),
-    "sparse": (torch.zeros(2, 1, 4, 16).to_sparse(), "q: expected a dense tensor, got layout torch.sparse_coo"),
-}
-
-
-@pytest.mark.parametrize("appended", [True, False])
-@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
-@pytest.mark.parametrize("name", QUERIES)
-def test_queries_of_another_kind_are_refused(name: str, module: Any, appended: bool) -> None:
-    q, message = QUERIES[name]
-    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16) if appended else None
-    with pytest.raises(tw.InvalidProblem, match=message):
-        module.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=5)
-    assert not cache.any()
-
-
-def test_sparse_caches_and_tokens_are_refused() -> None:
-    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16)
-    with pytest.raises(tw.InvalidProblem, match="k_cache: expected a dense tensor"):
-        fa2.flash_attn_with_kvcache(Q, cache.to_sparse(), cache, cache_seqlens=5)
-    with pytest.raises(tw.InvalidProblem, match="v: expected a dense tensor"):
-        fa2.flash_attn_with_kvcache(Q, cache, cache.clone(), new, new.to_sparse(), cache_seqlens=5)
-    assert not cache.any()
-
-
 def sliding(capacity: int) -> Tensor:
     """Rows of 8 slots that begin a slot after one another."""
     return torch.zeros(capacity + 1, 2, 16).as_strided((2, capacity, 2, 16), (32, 32, 16, 1))
 
 
-BOTH = torch.zeros(2, 8, 2, 24)
-ALIASED: dict[str, tuple[tuple[Tensor, Tensor], str]] = {
-    "k expanded": ((torch.zeros(1, 8, 2, 16).expand(2, -1, -1, -1), torch.zeros(2, 8, 2, 16)), "k_cache"),
-    "v expanded": ((torch.zeros(2, 8, 2, 16), torch.zeros(1, 8, 2, 16).expand(2, -1, -1, -1)), "v_cache"),
-    "slots expanded": ((torch.zeros(2, 1, 2, 16).expand(-1, 8, -1, -1), torch.zeros(2, 8, 2, 16)), "k_cache"),
-    "heads expanded": ((torch.zeros(2, 8, 1, 16).expand(-1, -1, 2, -1), torch.zeros(2, 8, 2, 16)), "k_cache"),
-    "rows that overlap": ((sliding(8), torch.zeros(2, 8, 2, 16)), "k_cache"),
-    "the same cache": ((torch.zeros(2, 8, 2, 16),) * 2, "v_cache"),
-    "v in k": ((BOTH, BOTH[..., :16]), "v_cache"),
-    "v in k and beyond": ((BOTH[..., :16], BOTH[..., 15:]), "v_cache"),
-}
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape)
 
 
-@pytest.mark.parametrize("lengths", [5, int32([5, 4])], ids=["int", "tensor"])
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("name", ALIASED)
-def test_caches_whose_rows_alias_are_refused(name: str, paged: bool, lengths: Any) -> None:
-    (k_cache, v_cache), message = ALIASED[name]
-    table: dict[str, Any] = {"block_table": int32([[0], [1]])} if paged else {}
+def caches(k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
+    """Caches, and new tokens and queries of their widths."""
     k, v = (torch.ones(2, 1, 2, cache.shape[-1]) for cache in (k_cache, v_cache))
-    q = torch.zeros(2, 1, 4, k_cache.shape[-1])
-    with pytest.raises(tw.InvalidProblem, match=f"{message}: expected (rows that share no memory|memory that k_cache)"):
-        fa2.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, **table)
-    assert not k_cache.any()
-    assert not v_cache.any()
-    # Without new tokens they are only read.
-    fa2.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, **table)
+    return {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "q": zeros(2, 1, 4, k_cache.shape[-1])}
+
+
+Q, ONE, E4M3 = zeros(2, 1, 4, 16), torch.ones(2, 1, 2, 16), torch.float8_e4m3fn
+PAGED: dict[str, Any] = {"k_cache": zeros(6, 4, 2, 16), "v_cache": zeros(6, 4, 2, 16)}
+PACKED: dict[str, Any] = {"k": torch.ones(4, 2, 16), "v": torch.ones(4, 2, 16)}
+CHUNKS: dict[str, Any] = {"q": Q[:, 0], "max_seqlen_q": 2}
+TURNED: dict[str, Any] = {"rotary_cos": torch.ones(12, 8), "rotary_sin": torch.ones(12, 8)}
+EIGHTS: dict[str, Any] = {
+    "q": torch.ones(3, 1, 4, 16).to(E4M3), "k": torch.ones(3, 1, 2, 16).to(E4M3), "v": torch.ones(3, 1, 2, 16).to(E4M3),
+    "k_cache": zeros(6, 4, 2, 16).to(E4M3), "v_cache": zeros(6, 4, 2, 16).to(E4M3), "cache_seqlens": int32([5, 4, 3]),
+    "page_table": int32([[0, 1], [2, 3], [4, 5]]), "causal": True,
+}  # fmt: skip
+DESCALES: dict[str, Any] = {"other heads": (2, 3), "more rows": (5, 2), "fewer rows": (2, 2), "a vector": (3,)}
+BOTH = zeros(2, 8, 2, 24)
+APART, OTHERS = "expected rows that share no memory", "expected memory that k_cache"
+INTEGERS, GROWING = "expected a tensor of integers of shape", "expected entries that never decrease"
+SHAPE = "expected a tensor .batch, seqlen, heads, dim."
+# What is changed of a call that is right, and what it says. Of FA3 alone where a name or a message is.
+CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "offsets in fractions": (fa3, PACKED | {"cu_seqlens_k_new": zeros(3)}, f"cu_seqlens_k_new: {INTEGERS}"),
+    "offsets of another batch": (fa3, PACKED | {"cu_seqlens_k_new": int32([0, 4])}, f"cu_seqlens_k_new: {INTEGERS}"),
+    "a late start": (fa3, PACKED | {"cu_seqlens_k_new": int32([1, 2, 4])}, "cu_seqlens_k_new: expected 0 as its first"),
+    "before the first": (fa3, PACKED | {"cu_seqlens_k_new": int32([0, -1, 4])}, f"cu_seqlens_k_new: {GROWING}"),
+    "decreasing": (fa3, PACKED | {"cu_seqlens_k_new": int32([0, 3, 2])}, f"cu_seqlens_k_new: {GROWING}"),
+    "past the end": (fa3, PACKED | {"cu_seqlens_k_new": int32([0, 2, 9])}, "cu_seqlens_k_new: expected a last entry"),
+    "queries from 1 on": (fa3, CHUNKS | {"cu_seqlens_q": int32([1, 1, 2])}, "cu_seqlens_q"),
+    "queries backwards": (fa3, CHUNKS | {"cu_seqlens_q": int32([0, 2, 1])}, "cu_seqlens_q"),
+    "queries past the end": (fa3, CHUNKS | {"cu_seqlens_q": int32([0, 1, 9])}, "cu_seqlens_q"),
+    "no dimension": (None, {"q": torch.tensor(0.0)}, f"q: {SHAPE}, got shape .."),
+    "one dimension": (None, {"q": zeros(16)}, f"q: {SHAPE}, got shape .16,."),
+    "three dimensions": (fa2, {"q": Q[:, 0]}, "q: expected"),
+    "five dimensions": (None, {"q": zeros(1, 2, 1, 4, 16)}, f"q: {SHAPE}"),
+    "sparse queries": (None, {"q": Q.to_sparse()}, "q: expected a dense tensor, got layout torch.sparse_coo"),
+    "a sparse cache": (fa2, {"k_cache": zeros(2, 8, 2, 16).to_sparse()}, "k_cache: expected a dense tensor"),
+    "sparse tokens": (fa2, {"v": ONE.to_sparse()}, "v: expected a dense tensor"),
+    "heads that do not divide": (fa2, {"q": Q[:, :, :3]}, "expected"),
+    "another head_dim": (fa2, {"q": Q[..., :8]}, "expected"),
+    "another dtype": (fa2, {"q": Q.half()}, "expected"),
+    "fewer rows than queries": (
+        fa2, {"k_cache": zeros(1, 8, 2, 16), "v_cache": zeros(1, 8, 2, 16)},
+        "k_cache: expected at least 2 rows as q has sequences, got 1",
+    ),
+    "caches of two sizes": (fa2, {"v_cache": zeros(2, 4, 2, 16)}, "k_cache, v_cache: expected 4 dimensions each"),
+    "a negative length": (fa2, {"cache_seqlens": int32([3, -1])}, "cache_seqlens: expected positions below 8"),
+    "length of a fraction": (fa2, {"cache_seqlens": 3.0}, "cache_seqlens: expected the tokens already in the cache"),
+    "lengths in fractions": (fa2, {"cache_seqlens": zeros(2)}, f"cache_seqlens: {INTEGERS} .2,."),
+    "lengths of others": (fa2, {"cache_seqlens": int32([3, 3, 3])}, "cache_seqlens: expected a tensor of integers"),
+    "no such sequence": (fa2, {"cache_batch_idx": int32([0, 5])}, "cache_batch_idx: expected positions below 2"),
+    "before all sequences": (fa2, {"cache_batch_idx": int32([0, -1])}, "cache_batch_idx: expected positions below 2"),
+    "fewer heads": (fa2, {"k": ONE[:, :, :1], "v": ONE[:, :, :1]}, "k: expected .2, seqlen, 2, 16. on cpu"),
+    "fewer values": (fa2, {"v": ONE[:1]}, "v: expected .2, seqlen, 2, 16. on cpu"),
+    "tokens of another batch": (fa2, {"k": ONE[:1], "v": ONE[:1]}, "k: expected .2, seqlen, 2, 16. on cpu"),
+    "a scale that is none": (fa2, {"softmax_scale": float("nan")}, "softmax_scale"),
+    "a window of fractions": (fa2, {"window_size": (1.5, 2)}, "window_size"),
+    "slopes of other heads": (fa2, {"alibi_slopes": zeros(3)}, "alibi_slopes"),
+    "k expanded": (fa2, caches(zeros(1, 8, 2, 16).expand(2, -1, -1, -1), zeros(2, 8, 2, 16)), f"k_cache: {APART}"),
+    "v expanded": (fa2, caches(zeros(2, 8, 2, 16), zeros(1, 8, 2, 16).expand(2, -1, -1, -1)), f"v_cache: {APART}"),
+    "slots expanded": (fa2, caches(zeros(2, 1, 2, 16).expand(-1, 8, -1, -1), zeros(2, 8, 2, 16)), f"k_cache: {APART}"),
+    "heads expanded": (fa2, caches(zeros(2, 8, 1, 16).expand(-1, -1, 2, -1), zeros(2, 8, 2, 16)), f"k_cache: {APART}"),
+    "rows that overlap": (fa2, caches(sliding(8), zeros(2, 8, 2, 16)), f"k_cache: {APART}"),
+    "the same cache": (fa2, caches(*(zeros(2, 8, 2, 16),) * 2), f"v_cache: {OTHERS}"),
+    "v in k": (fa2, caches(BOTH, BOTH[..., :16]), f"v_cache: {OTHERS}"),
+    "v in k and beyond": (fa2, caches(BOTH[..., :16], BOTH[..., 15:]), f"v_cache: {OTHERS}"),
+    **{
+        f"page {page}": (fa2, PAGED | {"block_table": int32([[0, 1], [2, page]])}, "block_table: expected positions")
+        for page in (6, -1, 2**30)
+    },
+    "an older page": (fa2, PAGED | {"block_table": int32([[9, 1], [2, 3]])}, "expected"),
+    "page 6 of FA3": (fa3, PAGED | {"page_table": int32([[0, 1], [2, 6]])}, "page_table: expected positions below 24"),
+    "behind the pages": (
+        fa2, PAGED | {"block_table": int32([[0, 1], [2, 3]]), "cache_seqlens": int32([5, 8])},
+        "cache_seqlens: expected positions below 8, the tokens of capacity",
+    ),
+    **{
+        f"{which}, {name}": (fa3, EIGHTS | {which: torch.ones(shape)}, f"{which}: expected .3, kv_heads. on cpu")
+        for name, shape in DESCALES.items()
+        for which in ("q_descale", "k_descale", "v_descale")
+    },
+    "turned from one": (fa3, TURNED | {"rotary_seqlens": int32([7])}, "rotary_seqlens: expected"),
+    "turned from three": (fa3, TURNED | {"rotary_seqlens": int32([7, 7, 7])}, "rotary_seqlens: expected"),
+    "turned by fractions": (fa3, TURNED | {"rotary_seqlens": torch.tensor([7.0, 7.0])}, "rotary_seqlens: expected"),
+    "turned from a list": (fa3, TURNED | {"rotary_seqlens": [7, 7]}, "rotary_seqlens: expected"),
+    "a short sin": (fa3, TURNED | {"rotary_sin": torch.ones(3, 8)}, "rotary_sin: expected"),
+    "a sin of one column": (fa3, TURNED | {"rotary_sin": torch.ones(12, 1)}, "rotary_sin: expected"),
+    "a cos of integers": (fa3, TURNED | {"rotary_cos": torch.ones(12, 8, dtype=torch.int32)}, "rotary_cos: expected"),
+    "a cos of one dimension": (fa3, TURNED | {"rotary_cos": torch.ones(12)}, "rotary_cos: expected"),
+    "a cos in a list": (fa3, TURNED | {"rotary_cos": [[1.0] * 8] * 12}, "rotary_cos: expected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_refused_writes_nothing(name: str) -> None:
+    module, changes, message = CALLS[name]
+    given = {"q": Q, "k_cache": zeros(2, 8, 2, 16), "v_cache": zeros(2, 8, 2, 16), "k": ONE, "v": ONE} | changes
+    # One length for all of them, too, where nothing is said of each.
+    lengths = [given["cache_seqlens"]] if "cache_seqlens" in given else [int32([5, 4]), *([5] if module is fa2 else [])]
+    for called, length in itertools.product((fa2, fa3) if module is None else (module,), lengths):
+        with pytest.raises(tw.InvalidProblem, match=message):
+            called.flash_attn_with_kvcache(**given | {"cache_seqlens": length})
+        for held in (given["k_cache"], given["v_cache"]):
+            assert not held.float().to_dense().any()
+
+
+def test_caches_whose_rows_alias_may_be_read() -> None:
+    for _, changes, message in CALLS.values():
+        if APART in message or OTHERS in message:
+            given = {name: changes[name] for name in ("q", "k_cache", "v_cache")}
+            paged: dict[str, Any] = {"block_table": int32([[0], [1]])}
+            fa2.flash_attn_with_kvcache(**given, cache_seqlens=int32([5, 4]))
+            fa2.flash_attn_with_kvcache(**given, **paged, cache_seqlens=int32([5, 4]))
+
+
+def test_slots_of_another_dtype_are_refused() -> None:
+    pages, rows = zeros(1, 4, 2, 16), torch.ones(2, 2, 16)
+    with pytest.raises(tw.InvalidProblem, match="slots: expected an int64 tensor"):
+        write_rows(rows, rows, pages, pages, int32([0, 1]))
+    assert not pages.any()
 
 
 def blocks(memory: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,20 +200,6 @@ def test_values_may_be_a_part_of_the_keys_in_cache_and_new_rows(begin: int | Non
         fa2.flash_attn_with_kvcache(q, cache, cache[..., part], new, new[..., part].clone(), cache_seqlens=5)
 
 
-@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
-@pytest.mark.parametrize("page", [6, -1, 2**30])
-def test_pages_that_do_not_exist_are_named_before_the_cache_is_written(module: Any, page: int) -> None:
-    pages, new = torch.zeros(6, 4, 2, 16), torch.ones(2, 1, 2, 16)
-    name = "block_table" if module is fa2 else "page_table"
-    table: dict[str, Any] = {name: int32([[0, 1], [2, page]])}
-    with pytest.raises(tw.InvalidProblem, match=f"{name}: expected positions below 24, the slots of all pages"):
-        module.flash_attn_with_kvcache(Q, pages, pages.clone(), new, new, cache_seqlens=int32([5, 4]), **table)
-    table[name] = int32([[0, 1], [2, 3]])
-    with pytest.raises(tw.InvalidProblem, match="cache_seqlens: expected positions below 8, the tokens of capacity"):
-        module.flash_attn_with_kvcache(Q, pages, pages.clone(), new, new, cache_seqlens=int32([5, 8]), **table)
-    assert not pages.any()
-
-
 def test_compiled_steps_with_pages_write_what_eager_ones_do() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -197,31 +224,6 @@ def test_compiled_steps_with_pages_write_what_eager_ones_do() -> None:
 def append(store: cache.Store, q: Tensor, new: Tensor) -> None:
     write, _ = cache._appending(store, q, new, new, int32([4, 4]), None, 2, None, None)
     write()
-
-
-Q = torch.zeros(2, 1, 4, 16)
-PAGED = {"k_cache": torch.zeros(4, 4, 2, 16), "v_cache": torch.zeros(4, 4, 2, 16)}
-REFUSED: dict[str, dict[str, Any]] = {
-    "a scale that is none": {"softmax_scale": float("nan")},
-    "a window of fractions": {"window_size": (1.5, 2)},
-    "slopes of other heads": {"alibi_slopes": torch.zeros(3)},
-    "heads that do not divide": {"q": Q[:, :, :3]},
-    "another head_dim": {"q": Q[..., :8]},
-    "another dtype": {"q": Q.half()},
-    "three dimensions": {"q": Q[:, 0]},
-    "an older page outside": {**PAGED, "block_table": int32([[9, 1], [2, 3]])},
-}
-
-
-@pytest.mark.parametrize("lengths", [5, int32([5, 4])], ids=["int", "tensor"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_attention_is_judged_before_the_cache_is_written(name: str, lengths: Any) -> None:
-    given: dict[str, Any] = {"q": Q, "k_cache": torch.zeros(2, 8, 2, 16), "v_cache": torch.zeros(2, 8, 2, 16)}
-    given |= {"k": torch.ones(2, 1, 2, 16), "v": torch.ones(2, 1, 2, 16), "cache_seqlens": lengths, **REFUSED[name]}
-    with pytest.raises(tw.InvalidProblem):
-        fa2.flash_attn_with_kvcache(**given)
-    assert not given["k_cache"].any()
-    assert not given["v_cache"].any()
 
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -263,44 +265,6 @@ def test_a_cache_may_have_more_rows_than_queries(lengths: Any, appended: bool) -
     assert torch.equal(found, want)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("offsets", [[1, 1, 2], [0, 2, 1], [0, 1, 9]], ids=str)
-def test_the_offsets_of_queries_are_judged_before_the_cache_is_written(offsets: list[int]) -> None:
-    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16)
-    with pytest.raises(tw.InvalidProblem, match="cu_seqlens_q"):
-        fa3.flash_attn_with_kvcache(
-            Q[:, 0], cache, cache.clone(), new, new, cache_seqlens=int32([5, 4]), cu_seqlens_q=int32(offsets),
-            max_seqlen_q=2,
-        )  # fmt: skip
-    assert not cache.any()
-
-
-@pytest.mark.parametrize("lengths", [5, int32([5, 5])], ids=["int", "tensor"])
-@pytest.mark.parametrize("appended", [True, False])
-def test_a_cache_of_fewer_rows_than_queries(lengths: Any, appended: bool) -> None:
-    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16) if appended else None
-    with pytest.raises(tw.InvalidProblem, match="k_cache: expected at least 2 rows as q has sequences, got 1"):
-        fa2.flash_attn_with_kvcache(Q, cache[:1], cache[:1].clone(), new, new, cache_seqlens=lengths)
-    assert not cache.any()
-
-
-E4M3 = torch.float8_e4m3fn
-DESCALES: dict[str, Any] = {"other heads": (2, 3), "more rows": (5, 2), "fewer rows": (2, 2), "a vector": (3,)}
-
-
-@pytest.mark.parametrize("which", ["q_descale", "k_descale", "v_descale"])
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("name", DESCALES)
-def test_descales_are_judged_before_the_cache_is_written(name: str, queries: int, which: str) -> None:
-    cache, new = torch.zeros(6, 4, 2, 16).to(E4M3), torch.ones(3, 1, 2, 16).to(E4M3)
-    q, table = torch.ones(3, queries, 4, 16).to(E4M3), int32([[0, 1], [2, 3], [4, 5]])
-    given: dict[str, Any] = {which: torch.ones(DESCALES[name])}
-    with pytest.raises(tw.InvalidProblem, match=f"{which}: expected .3, kv_heads. on cpu"):
-        fa3.flash_attn_with_kvcache(
-            q, cache, cache.clone(), new, new, cache_seqlens=int32([5, 4, 3]), page_table=table, causal=True, **given
-        )
-    assert not cache.float().any()
-
-
 @pytest.mark.parametrize("which", ["q_descale", "k_descale", "v_descale"])
 @pytest.mark.parametrize("name", DESCALES)
 def test_descales_of_packed_chunks_are_judged(name: str, which: str) -> None:
@@ -308,31 +272,6 @@ def test_descales_of_packed_chunks_are_judged(name: str, which: str) -> None:
     given: dict[str, Any] = {which: torch.ones(DESCALES[name])}
     with pytest.raises(tw.InvalidProblem, match=f"{which}: expected .3, kv_heads. on cpu"):
         fa3.flash_attn_varlen_func(x, x[:, :2], x[:, :2], totals, totals, 3, 3, attention_chunk=8, **given)
-
-
-TABLES = {"rotary_cos": torch.ones(12, 8), "rotary_sin": torch.ones(12, 8)}
-ROTARY: dict[str, dict[str, Any]] = {
-    "offsets of one": {"rotary_seqlens": int32([7])},
-    "offsets of three": {"rotary_seqlens": int32([7, 7, 7])},
-    "offsets in fractions": {"rotary_seqlens": torch.tensor([7.0, 7.0])},
-    "offsets in a list": {"rotary_seqlens": [7, 7]},
-    "a short sin": {"rotary_sin": torch.ones(3, 8)},
-    "a sin of one column": {"rotary_sin": torch.ones(12, 1)},
-    "a cos of integers": {"rotary_cos": torch.ones(12, 8, dtype=torch.int32)},
-    "a cos of one dimension": {"rotary_cos": torch.ones(12)},
-    "a cos in a list": {"rotary_cos": [[1.0] * 8] * 12},
-}
-
-
-@pytest.mark.parametrize("name", ROTARY)
-def test_what_turns_nothing_is_named_before_the_cache_is_written(name: str) -> None:
-    cache, new = torch.zeros(2, 8, 2, 16), torch.ones(2, 1, 2, 16)
-    (wrong,) = ROTARY[name]
-    with pytest.raises(tw.InvalidProblem, match=f"{wrong}: expected"):
-        fa3.flash_attn_with_kvcache(
-            Q, cache, cache.clone(), new, new, cache_seqlens=int32([5, 4]), **{**TABLES, **ROTARY[name]}
-        )
-    assert not cache.any()
 
 
 def test_new_tokens_of_a_left_padded_cache_that_is_not_contiguous() -> None:

@@ -55,6 +55,7 @@ def test_numbers_below_one_are_refused(
     assert "argument --steps: invalid count value: '0'" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is reset by Linux")
 def test_memory_is_counted_beyond_the_first_pass(tmp_path: Path) -> None:
     """In a process that compiles its kernels, which takes far more memory than this model does."""

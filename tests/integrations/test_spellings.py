@@ -31,10 +31,6 @@ def varlen(module: Any, **given: Any) -> Tensor:
 
 
 SAME: dict[str, tuple[Any, Any]] = {
-    "window_size": (
-        lambda: fa2.flash_attn_func(X, X, X, window_size=(np.int64(3), np.int32(0))),  # type: ignore[arg-type]
-        lambda: fa2.flash_attn_func(X, X, X, window_size=(3, 0)),
-    ),
     "max_seqlen": (lambda: varlen(fa2, max_seqlen_q=np.int64(4)), lambda: varlen(fa2)),
     "max_seqlen of FA3": (lambda: varlen(fa3, max_seqlen_k=np.int32(4)), lambda: varlen(fa3)),
     "attention_chunk": (
@@ -48,10 +44,6 @@ SAME: dict[str, tuple[Any, Any]] = {
     "is_causal": (
         lambda: sdpa.scaled_dot_product_attention(X, X, X, is_causal=np.True_),  # type: ignore[arg-type]
         lambda: sdpa.scaled_dot_product_attention(X, X, X, is_causal=True),
-    ),
-    "dropout_p": (
-        lambda: fa2.flash_attn_func(X, X, X, dropout_p=np.float32(0.0)),  # type: ignore[arg-type]
-        lambda: fa2.flash_attn_func(X, X, X),
     ),
 }
 

@@ -246,14 +246,6 @@ def test_what_is_refused_writes_nothing(wrong: str, ring: bool) -> None:
     assert bool((v == 5.0).all())
 
 
-def test_a_window_of_the_model_holds_where_the_cache_has_none() -> None:
-    layer = paged._Layer("full_attention", 0, None, TRASH, None, lambda k, v, _: (k, v))
-    step = dataclasses.replace(step_of(list(range(9)), 0), sliding_window=5)
-    assert paged._window(layer, step) == (4, 0)
-    with pytest.raises(tw.Unsupported, match="window of 5 tokens and the cache's of 6 differ"):
-        paged._window(dataclasses.replace(layer, window=6), step)
-
-
 @pytest.mark.skipif(NAME in NAMES, reason="up to 5.18 both names batch")
 def test_the_plain_name_is_refused_by_transformers() -> None:
     model = build(llama())

@@ -258,12 +258,6 @@ def test_arguments_of_other_parts_of_a_model_reach_attention(argument: str) -> N
     assert torch.equal(plain, beside)
 
 
-def test_settings_of_generate_do_not_hide_a_request_for_weights() -> None:
-    attend = ALL_ATTENTION_FUNCTIONS[NAME]
-    with pytest.raises(tw.Unsupported, match="output_attentions"):
-        attend(torch.nn.Module(), *drawn(1, 4, 12, 16), None, output_attentions=True)
-
-
 def test_libraries_that_look_for_flash_functions_find_those_of_tilewise() -> None:
     """sentence-transformers looks for them where the name contains "flash"; without them it fails."""
     from transformers.modeling_flash_attention_utils import lazy_import_flash_attention

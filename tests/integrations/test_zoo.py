@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -24,12 +25,13 @@ from zoo.yardstick import Yardstick
 
 ROOT = Path(__file__).parent.parent.parent
 
-# Grouped heads, a window, sinks with experts, a softcap, an encoder, both sides, relative positions, pictures, pictures
-# between words, sounds, and no attention at all.
-RIGHT = ("gpt_oss", "gemma2", "bart", "t5", "llava", "wav2vec2", "resnet")
-OWN_ATTENTION = ("xglm", "mpnet")
+# Of what tests/integrations/test_transformers.py does not have: sinks with experts, an encoder and a decoder, pictures
+# between words, and sounds.
+RIGHT = ("gpt_oss", "bart", "llava", "wav2vec2")
+OWN_ATTENTION = ("xglm",)
 
-pytestmark = pytest.mark.slow
+# One group: what eager attention computes is shared.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("zoo")]
 
 
 def forgets_the_mask(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
@@ -54,6 +56,11 @@ def gives_up(*args: Any, **kwargs: Any) -> Any:
     raise KeyError("scores")
 
 
+@functools.cache
+def yardstick() -> Yardstick:
+    return Yardstick(transformers.LlamaForCausalLM, tiny_config("llama"))
+
+
 @pytest.mark.parametrize(
     ("attention", "outcome", "cases"),
     [
@@ -67,14 +74,14 @@ def test_the_judge_finds_wrong_attention(attention: Any, outcome: str, cases: se
     AttentionInterface.register("found_out", attention)
     AttentionMaskInterface.register("found_out", transformers.masking_utils.sdpa_mask)
     cls, config = transformers.LlamaForCausalLM, tiny_config("llama")
-    finding = judge(cls, config, "found_out", lambda: 0, Yardstick(cls, config))
+    finding = judge(cls, config, "found_out", lambda: 0, yardstick())
     assert finding.outcome == outcome
     assert {case for case, said in finding.cases.items() if said.startswith(outcome)} >= cases
 
 
 def test_the_judge_accepts_sdpa() -> None:
     cls, config = transformers.LlamaForCausalLM, tiny_config("llama")
-    finding = judge(cls, config, "sdpa", lambda: 0, Yardstick(cls, config))
+    finding = judge(cls, config, "sdpa", lambda: 0, yardstick())
     assert set(finding.cases.values()) - {"right"} == {finding.cases["weights"]}
 
 

@@ -248,43 +248,6 @@ def test_ten_thousand_operations_against_the_model(
     assert page_size == 1 or stats.copies > 100
 
 
-def test_the_paging_example_step_by_step() -> None:
-    """20 pages of 4 tokens, requests of 5, 14, 3 and 8 tokens, at most 16 each."""
-    lengths = {"A": 5, "B": 14, "C": 3, "D": 8}
-    # Contiguous: every request reserves its maximum.
-    reserved = dict.fromkeys(lengths, 16 // 4)
-    used = {name: -(-length // 4) for name, length in lengths.items()}
-    assert sum(reserved.values()) == 16
-    assert sum(used.values()) == 9
-    assert sum(reserved.values()) - sum(used.values()) == 7
-    # Paged: pages go out on demand.
-    book = PageBook(20, 4, max_seqlen=16, prefix_sharing=False)
-    requests = {}
-    for name, length in lengths.items():
-        requests[name] = book.add(range(length))
-        assert book.pages_of(requests[name]) == []
-        advance(book, [requests[name]])
-        assert len(book.pages_of(requests[name])) == used[name]
-    assert book.stats().pages_held == 9
-    assert book.stats().slots_wasted == 9 * 4 - 30
-    assert book.pages_of(requests["C"]) == [6]
-    # D grows by a token: its two pages are full, so it takes a third.
-    advance(book, [requests["D"]])
-    assert len(book.pages_of(requests["D"])) == 3
-    # C ends, and E gets its page.
-    book.free(requests["C"])
-    requests["E"] = book.add(range(2))
-    advance(book, [requests["E"]])
-    assert book.pages_of(requests["E"]) == [6]
-    assert book.stats().pages_held == 10
-    # Ten more pages are there for requests that a reservation of 16 tokens each would have refused.
-    more = [book.add(range(3)) for _ in range(10)]
-    advance(book, more)
-    assert book.stats().pages_free == 0
-    with pytest.raises(OutOfPages, match="takes 1 pages and 0 of 20 are available"):
-        advance(book, [book.add([1])])
-
-
 def test_prefixes_are_shared_but_never_the_last_token() -> None:
     book = PageBook(16, 4)
     first = book.add(range(12))
@@ -348,17 +311,6 @@ def test_generated_tokens_are_found_by_their_ids() -> None:
     assert book.length(book.add([9] * 7)) == 2
 
 
-@pytest.mark.parametrize("tokens", [[[7], [8]], [[7, 8], [9, 10]], [1.5, 2], ["1", 2]])
-def test_what_is_no_id_changes_nothing(tokens: Any) -> None:
-    book = PageBook(16, 2)
-    requests = [book.add([1, 2, 3]), book.add([4, 5, 6])]
-    advance(book, requests)
-    before = book.stats(), [book.length(request) for request in requests]
-    with pytest.raises(InvalidProblem, match="tokens: expected integer ids"):
-        advance(book, requests, tokens=tokens)
-    assert (book.stats(), [book.length(request) for request in requests]) == before
-
-
 def test_a_fork_copies_the_page_it_writes_to() -> None:
     book = PageBook(8, 4)
     parent = book.add(range(6))
@@ -412,9 +364,3 @@ def test_bad_input_is_named_and_changes_nothing(name: str) -> None:
         call(book, live)
     assert model.snapshot() == before
     model.check()
-
-
-@pytest.mark.parametrize("sizes", [(0, 4, None), (4, 0, None), (4, 4, 0), (4.5, 4, None)])
-def test_sizes_are_checked(sizes: tuple[int, int, int | None]) -> None:
-    with pytest.raises(InvalidProblem, match="an integer of at least 1"):
-        PageBook(*sizes[:2], max_seqlen=sizes[2])

@@ -122,17 +122,6 @@ def test_a_life_of_requests_equals_dense_attention(page_size: int, dtype: torch.
     assert shadow.cache.stats().pages_held == 0
 
 
-def test_a_decoding_batch_equals_dense_decoding_bit_for_bit() -> None:
-    shadow = Shadow(64, torch.float32)
-    request = shadow.add(list(range(200)))
-    shadow.step([request])
-    shadow.step([request], {request: 1})
-    q = torch.randn(1, HEADS, DIM)
-    k, v = shadow.rows(request, 0)
-    dense = tw.attention(q.view(1, HEADS, 1, DIM), k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-    assert torch.equal(shadow.cache.attention(q), dense.view(1, HEADS, DIM_V))
-
-
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cascade at any size."""

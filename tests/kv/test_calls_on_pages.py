@@ -1,17 +1,22 @@
-"""Paged calls that were seen before answer as if nothing had been: whatever changed since, on a CPU."""
+"""Paged calls on a CPU, with shared prefixes and without: one that was seen before answers as if nothing had been,
+whatever changed since, and hints that make no sense are refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
 from tilewise import calls, cascade, device, settings, validation
+from tilewise.numerics import merge_partials
 
 BATCH, HEADS, KV_HEADS, DIM, SIZE, SHARED, OWN = 4, 4, 2, 16, 8, 3, 2
 
@@ -31,14 +36,16 @@ class Batch:
         self.groups: tuple[Any, ...] = (cascade.Group(BATCH, BATCH, SHARED * SIZE),)
         self.keys = torch.tensor([SHARED * SIZE], dtype=torch.int32)
         self.starts = torch.tensor([0, BATCH], dtype=torch.int32)
-        self.rows = torch.arange(BATCH)
+        self.rows: Any = torch.arange(BATCH)
         self.hinted, self.flags = hinted, dict[str, Any]()
 
-    def attend(self) -> Tensor:
-        flags = dict(self.flags)
-        if self.hinted:
-            hint = (self.prefix, self.keys, self.starts, self.rows, self.own, self.own_lengths)
-            flags["shared_prefix"] = cascade.SharedPrefix(self.groups, *hint)
+    @property
+    def hint(self) -> cascade.SharedPrefix:
+        tensors = (self.prefix, self.keys, self.starts, self.rows, self.own, self.own_lengths)
+        return cascade.SharedPrefix(self.groups, *tensors)
+
+    def attend(self, **flags: Any) -> Tensor:
+        flags = {**({"shared_prefix": self.hint} if self.hinted else {}), **self.flags, **flags}
         out: Tensor = tw.attention_paged(self.q, self.k, self.v, self.table, self.lengths, **flags)
         return out
 
@@ -231,3 +238,88 @@ def test_packed_calls_with_bounds_read_their_lengths_every_time() -> None:
         tw.attention_varlen(q, k, v, too_long, too_long, max_seqlen_k=12, **bounded)
     with pytest.raises(tw.InvalidProblem, match="max_seqlen_q: expected at least 13"):
         tw.attention_paged(q, pages, pages, table, lengths, cu_seqlens_q=too_long, **bounded)
+
+
+# --- hints that nobody's cache made, and who merges what
+
+
+def test_a_group_without_rows_changes_nothing() -> None:
+    batch, expected = Batch(True), Batch(False).attend()
+    batch.rows = None
+    hint = batch.hint
+    more = hint._replace(
+        groups=(*hint.groups, cascade.Group(0, 0, SHARED * SIZE)), block_table=hint.block_table.repeat(2, 1),
+        seqlens_k=hint.seqlens_k.repeat(2), cu_seqlens_q=torch.tensor([0, BATCH, BATCH], dtype=torch.int32),
+    )  # fmt: skip
+    nobody = hint._replace(groups=(cascade.Group(0, 0, SHARED * SIZE),), cu_seqlens_q=hint.cu_seqlens_q * 0)
+    for given in (hint, more, nobody):
+        torch.testing.assert_close(batch.attend(shared_prefix=given), expected)
+
+
+def test_what_is_not_a_number_stays_so_and_nothing_else() -> None:
+    """In the prefix, which all sequences see, and behind it."""
+    for page, rows in ((SHARED - 1, set(range(BATCH))), (SHARED + OWN, {1})):
+        batch = Batch(True)
+        batch.k[page] = torch.nan
+        out = batch.attend()
+        assert set(out.isnan().flatten(1).any(1).nonzero().flatten().tolist()) == rows
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    """Under a mode torch's own operations merge, and later calls with real tensors do not meet what it made."""
+    real = Batch(True)
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=False):
+            fake = Batch(True)
+            assert type(fake.q) is not Tensor
+            assert fake.attend().shape == real.q.shape
+        torch.testing.assert_close(real.attend(), Batch(False).attend())
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "half a row": ({"groups": (cascade.Group(4, 4, cast("Any", 24.0)),)}, "shared_prefix.groups: expected integers"),
+    "fewer than none": ({"groups": (cascade.Group(4, 4, -1),)}, "shared_prefix.groups: expected integers of at least"),
+    "totals past the rows": (
+        {"cu_seqlens_q": torch.tensor([0, 9], dtype=torch.int32)},
+        "shared_prefix.cu_seqlens_q: expected 2 running totals up to 4, the rows of the groups, got [0, 9]",
+    ),
+    "no totals": ({"cu_seqlens_q": torch.zeros(0, dtype=torch.int32)}, "shared_prefix.cu_seqlens_q: expected 2"),
+    "a row past q": ({"rows": torch.tensor([0, 1, 2, 4])}, "shared_prefix.rows: expected distinct rows of q"),
+    "a negative row": ({"rows": torch.tensor([0, 1, 2, -1])}, "shared_prefix.rows: expected distinct rows of q"),
+    "a row twice": ({"rows": torch.tensor([0, 1, 2, 2])}, "shared_prefix.rows: expected distinct rows of q"),
+    "rows of floats": ({"rows": torch.arange(4.0)}, "shared_prefix.rows: expected distinct rows of q"),
+    "no groups": ({"groups": (3,)}, "shared_prefix.groups: expected a tuple of tilewise.cascade.Group"),
+    "a list": ({"groups": [cascade.Group(4, 4, 24)]}, "shared_prefix.groups: expected a tuple"),
+    "more rows than queries": ({"groups": (cascade.Group(4, 5, 24),)}, "shared_prefix.groups: expected rows of q"),
+    "rows without a name": ({"rows": torch.arange(3)}, "shared_prefix.groups: expected rows of q, which has 4, got 4"),
+    "no table": ({"block_table": None}, "shared_prefix.block_table: expected a torch.Tensor, got NoneType"),
+    "a group without a table": (
+        {"block_table": torch.zeros(2, 3, dtype=torch.int32)},
+        "shared_prefix.block_table: expected a table row for each of 1 groups, got 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_hints_that_make_no_sense_are_refused(name: str) -> None:
+    batch = Batch(True)
+    changes, message = BAD[name]
+    with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
+        batch.attend(shared_prefix=batch.hint._replace(**({"rows": None} | changes)))
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["first rows", "named rows"])
+def test_what_no_kernel_merges_is_merged_by_the_contract(some: bool) -> None:
+    make = torch.Generator().manual_seed(0)
+    out, part = (torch.randn(rows, 4, 8, generator=make, dtype=torch.float64) for rows in (7, 5))
+    lse, part_lse = (torch.randn(4, rows, generator=make, dtype=torch.float64) for rows in (7, 5))
+    rows = torch.tensor([6, 0, 3, 2, 5]) if some else torch.arange(5)
+    # Rubbish without weight, NaN with some, and nothing on either side.
+    lse[1, rows[0]], out[rows[0], 1] = -torch.inf, torch.nan
+    part_lse[2, 1], part[1, 2] = -900.0, torch.nan
+    part_lse[3, 4], part[4, 3] = torch.nan, torch.nan
+    lse[0, rows[2]], part_lse[0, 2] = -torch.inf, -torch.inf
+    want, want_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
+    cascade._merged(out, lse, part, part_lse, rows if some else None)
+    torch.testing.assert_close(out[rows], want, equal_nan=True)
+    torch.testing.assert_close(lse[:, rows], want_lse.mT, equal_nan=True)

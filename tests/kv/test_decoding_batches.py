@@ -12,8 +12,7 @@ import torch
 
 import tilewise as tw
 import tilewise.kv.book
-from tilewise.errors import InvalidProblem, OutOfPages
-from tilewise.kv import PageBook
+from tilewise.errors import InvalidProblem
 from tilewise.kv.tables import HostTables, StagedTables, Tables
 
 PAGE = 4
@@ -144,33 +143,6 @@ def test_pages_made_in_inference_mode_serve_outside_of_it(dtype: torch.dtype) ->
     cache.append(*torch.ones(2, rows, 1, 16, dtype=source).unbind())
     assert cache.stats().copies == 1
     assert cache.book.length(request) == 6
-
-
-def test_what_a_decoding_batch_cannot_have_changes_nothing() -> None:
-    book = PageBook(4, 2, max_seqlen=6)
-    requests = [book.add([1, 2]), book.add([3, 4])]
-    for tokens in (None, [5, 6], [7, 8]):
-        book.step(requests, tokens=tokens)
-        book.commit()
-    before = book.stats(), [book.pages_of(request) for request in requests]
-    bad: list[tuple[type[Exception], dict[str, Any]]] = [
-        (OutOfPages, {}),
-        (InvalidProblem, {"tokens": [1]}),
-        (InvalidProblem, {"tokens": [1, 1.5]}),
-        (InvalidProblem, {"counts": [1.0, 1.0]}),
-        (InvalidProblem, {"counts": [1, 0]}),
-    ]
-    for error, arguments in bad:
-        with pytest.raises(error):
-            book.step(requests, **arguments)
-        assert (book.stats(), [book.pages_of(request) for request in requests]) == before
-    book.free(requests.pop())
-    for _ in range(2):
-        book.step(requests, tokens=[1])
-        book.commit()
-    with pytest.raises(InvalidProblem, match="at most max_seqlen = 6"):
-        book.step(requests, tokens=[1])
-    assert book.length(requests[0]) == 6
 
 
 ODD: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -1,12 +1,12 @@
 """The Triton kernels of serving, and the paged cache over the Triton backend, in Triton's interpreter.
 
-Triton decides when a kernel is defined whether it is interpreted, so these tests run in a process of their own.
+Triton decides when a kernel is defined whether it is interpreted, so these tests run in a process of their own
+(tests/backends/test_triton_interpreter.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from interpreting import IN_PARTS, interpret
 from tilewise import device as devices
 from tilewise.numerics import merge_partials
 
@@ -24,12 +23,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 pytestmark = pytest.mark.slow
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
-
-
-@pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
-@IN_PARTS
-def test_in_the_interpreter(part: str) -> None:
-    interpret(str(Path(__file__)), "-m", part)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")

@@ -1,4 +1,4 @@
-"""The cost of attention in closed form: FLOPs, elements moved between slow and fast memory, and score matrices.
+"""The cost of attention in closed form: FLOPs, and elements moved between slow and fast memory.
 
 Every function describes one head of one sequence; `plan` adds heads, sequences and element sizes. The model has two
 levels: a fast memory that holds a few tiles and a slow one that holds everything else. What a step needs is loaded, and
@@ -29,10 +29,8 @@ __all__ = [
     "naive_backward_flops",
     "naive_forward",
     "naive_matmul",
-    "score_matrix_bytes",
     "scores_computed",
     "split_forward",
-    "statistics_bytes",
     "streams",
     "tiled_backward",
     "tiled_forward",
@@ -180,13 +178,3 @@ def tiled_backward(band: Band, grid: TileGrid, head_dim: int, head_dim_v: int) -
     loop = Traffic(reads=k_side + rows * (head_dim + head_dim_v), writes=k_side, wide=rows * (2 * head_dim + 2))
     round_dq = Traffic(writes=band.seqlen_q * head_dim, wide=band.seqlen_q * head_dim)
     return delta + loop + round_dq
-
-
-def score_matrix_bytes(seqlen_q: int, seqlen_k: int, itemsize: int) -> int:
-    """One materialised score matrix."""
-    return seqlen_q * seqlen_k * itemsize
-
-
-def statistics_bytes(seqlen_q: int, itemsize: int = 4) -> int:
-    """What tiled attention keeps instead: row_max and row_sum."""
-    return 2 * seqlen_q * itemsize

@@ -1,4 +1,11 @@
-/** FlashAttention-3's inner loop as a timeline; tests/explorer/pipeline_model.py explains and checks it. */
+/**
+ * FlashAttention-3's inner loop as a timeline: a producer that loads tiles, and consumers that multiply and softmax.
+ *
+ * Three units do one thing at a time each: the copy engine, the tensor cores, and the special function units, which
+ * compute exponentials. Per tile of keys a consumer (a warpgroup) computes its scores, its softmax and its values. A
+ * stage of the ring of tiles is free again when every consumer has used it. With ping-pong, whoever is ready takes a
+ * unit. Without it, the consumers go in lockstep: all scores, then all softmaxes, then all values.
+ */
 
 /**
  * @typedef {"load_k" | "load_v" | "scores" | "softmax" | "values"} Task
