@@ -128,6 +128,8 @@ def _fa3_library(case: Case, inputs: Inputs) -> Prepared:
         used = torch.full((case.batch,), case.seqlen_k, device=case.device, dtype=torch.int32)
         q, k, v = (t.transpose(1, 2).contiguous() for t in (inputs.q, inputs.k, inputs.v))
         if case.kind == "paged":
+            assert inputs.k_pages is not None
+            assert inputs.v_pages is not None
             k, v, table = inputs.k_pages, inputs.v_pages, inputs.block_table
         restore = (lambda t: t[:, 0]) if case.kind == "paged" else (lambda t: t.transpose(1, 2))
     elif case.kind == "varlen":
