@@ -113,6 +113,11 @@ def ready(problem: AttentionProblem, operands: Operands) -> Operands:
         # Without those of broadcast sequences and heads.
         stored = operands.tiles[: problem.tiles_shape[0], : problem.tiles_shape[1]]
         operands = operands._replace(tile_lists=tiles.lists_of(stored))
+    return seeded(operands)
+
+
+def seeded(operands: Operands) -> Operands:
+    """The operands with the seed on the device."""
     seed, where = operands.seed, operands.q.device
     if seed is None:
         return operands
