@@ -12,7 +12,7 @@ second_bias_kernel sums H over the dimensions in which the bias is broadcast.
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806, SIM102
+# ruff: noqa: N803, N806, RET505, SIM102
 
 from __future__ import annotations
 
@@ -92,21 +92,35 @@ def dropped(x, keep, scalars, T: tl.constexpr):
 
 
 @triton.jit
-def second_gradients(p, ds, centred, raw, capped, y, rate_rows, keep, scalars, A: tl.constexpr, T: tl.constexpr):
-    """(H, W, U): the gradients of the biased score, of scale * q.k, and of the tangent of scale * q.k. `ds` is dS,
-    `centred` S' - mean, `raw` the tangent of scale * q.k.
+def bent(pull, p, centred, raw, capped, rate_rows, scalars, T: tl.constexpr):
+    """(H / P but for Y, U, slope of the softcap, what its bend takes from H) of a tile. `pull` is X - delta, `centred`
+    S' - mean, `raw` the tangent of scale * q.k. Without a softcap, the slope is 1 and the bend 0.
     """
-    pull = -rate_rows
-    if A.V:
-        pull = dropped(y, keep, scalars, T) - rate_rows
-    h = ds * centred + p * pull
-    w, u = h, ds
+    rest = pull * centred - rate_rows
+    ds = p * pull
     if T.HAS_SOFTCAP:
         ratio = capped / scalars.softcap
         slope = 1.0 - ratio * ratio
-        w = slope * (h - (2.0 / scalars.softcap) * ratio * ds * raw)
-        u = slope * ds
-    return h, w, u
+        return rest, slope * ds, slope, (2.0 / scalars.softcap) * ratio * ds * raw
+    else:
+        return rest, ds, 1.0, 0.0
+
+
+@triton.jit
+def add_tangent_values(rest, a, b, keep, scalars, T: tl.constexpr):
+    """Rest + Y, where Y is a b^T through dropout."""
+    if T.HAS_DROPOUT:
+        return rest + dropped(dot(a, tl.trans(b), T), keep, scalars, T)
+    else:
+        return dot_add(a, tl.trans(b), rest, T)
+
+
+@triton.jit
+def through_softcap(h, slope, bend, T: tl.constexpr):
+    """W of H."""
+    if T.HAS_SOFTCAP:
+        h = slope * (h - bend)
+    return h
 
 
 @triton.jit
@@ -162,15 +176,16 @@ def key_step(
     dv = dot_add(dropped(p * centred, keep, scalars, T).to(dout_tile.dtype), dout_tile, dv, T)
     x = dot(v_tile, tl.trans(dout_tile), T)
     delta_tile = stat_tile(delta, delta_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
-    ds = p * (dropped(x, keep, scalars, T) - delta_tile[None, :])
-    y = x
-    if A.V:
-        y = dot(dot_v_tile, tl.trans(dout_tile), T)
+    pull = dropped(x, keep, scalars, T) - delta_tile[None, :]
     rate_tile = stat_tile(rate, rate_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
-    _, w, u = second_gradients(p, ds, centred, raw, capped, y, rate_tile[None, :], keep, scalars, A, T)
-    dk = dot_add(w.to(q_tile.dtype), q_tile, dk, T)
+    rest, u, slope, bend = bent(pull, p, centred, raw, capped, rate_tile[None, :], scalars, T)
+    # U is used before Y is computed, so that fewer tiles are in registers at a time.
     if A.Q:
         dk = dot_add(u.to(q_tile.dtype), dot_q_tile, dk, T)
+    if A.V:
+        rest = add_tangent_values(rest, dot_v_tile, dout_tile, keep, scalars, T)
+    w = through_softcap(p * rest, slope, bend, T)
+    dk = dot_add(w.to(q_tile.dtype), q_tile, dk, T)
     return dk, dv
 
 
@@ -316,14 +331,15 @@ def query_tile_gradients(
     keep = True
     if T.HAS_DROPOUT:
         keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
-    ds = p * (dropped(x, keep, scalars, T) - delta_tile[:, None])
-    y = x
+    pull = dropped(x, keep, scalars, T) - delta_tile[:, None]
+    rest, u, slope, bend = bent(
+        pull, p, score - mean_tile[:, None], raw, capped, rate_tile[:, None], scalars, T
+    )  # fmt: skip
     if A.V:
         dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-        y = dot(dout_tile, tl.trans(dot_v_tile), T)
-    h, w, u = second_gradients(
-        p, ds, score - mean_tile[:, None], raw, capped, y, rate_tile[:, None], keep, scalars, A, T
-    )
+        rest = add_tangent_values(rest, dout_tile, dot_v_tile, keep, scalars, T)
+    h = p * rest
+    w = through_softcap(h, slope, bend, T)
     return h, w, u, k_tile, dot_k_tile
 
 
