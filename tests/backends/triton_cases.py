@@ -73,6 +73,7 @@ CASES: dict[str, Case] = {
     "higher": Case({**CAUSAL, **HIGHER}, head_dims=(64, 128, 256)),
     "higher packed": Case({"kind": "varlen", **CAUSAL, **HIGHER}, H200, (64, 128)),
     "higher pages": Case({**PAGES, **CAUSAL, **HIGHER}, H200, (128,)),
+    "higher tile mask": Case({**CAUSAL, **HIGHER, "tiles_shape": (1, 1, 3, 3)}, H200, (64, 128)),
     "higher rich": Case({**RICH, **HIGHER}, H200, (64, 128, 256), (128,)),
     "higher fp32": Case({"dtype": torch.float32, **CAUSAL, **HIGHER}, H200, (64, 128), (128,)),
     "higher fp32 rich": Case({"dtype": torch.float32, **RICH, **HIGHER}, H200, (64, 128)),

@@ -114,26 +114,33 @@ def tangent_step(
     row_sum, factor = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TANGENT_SCALE))
     panel_scores(p, ws, batch, head, row, panel, num_rows, first_key, size, k + 4 * begin * width)
     softmax(s, size, running, row_sum, ws + field(p, f.WS_MAX), alpha, vectors, scalar_bits(field(p, f.TO_LOG2)))
-    q_bytes = 4 * panel * sz.PANEL * field(p, f.DIM_LANES)
-    q, tq = ws + field(p, f.WS_Q) + q_bytes, ws + field(p, f.WS_TQ) + q_bytes
-    score_tangents(p, t, size, k + 4 * begin * width, tk + 4 * begin * width, q, tq, width, scratch)
-    if features & f.HAS_SOFTCAP:
-        multiply_panel(t, size, ws + field(p, f.WS_CAP), vectors)
-    if field(p, f.HAS_TBIAS):
-        scale_panel(t, size, vectors, factor)
-        factor = 1.0
-        add_panel(t, size, bias_tangents(p, ws, size, first_key, panel, num_rows), vectors)
-    tangent_weights(s, t, size, vectors, factor, alpha, ws + field(p, f.WS_TSUM) + 4 * panel * sz.PANEL)
+    table = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES
+    rows, at = 4 * panel * sz.PANEL * field(p, f.DIM_V_PADDED), 4 * begin * sz.VALUE_STEP
+    acc, tacc = ws + field(p, f.WS_ACC) + rows, ws + field(p, f.WS_TACC) + rows
+    v, tv = ws + field(p, f.WS_V) + at, ws + field(p, f.WS_TV) + at
+    moves = field(p, f.TQ) != 0 or field(p, f.TK) != 0 or field(p, f.HAS_TBIAS) != 0
+    if moves:
+        q_bytes = 4 * panel * sz.PANEL * field(p, f.DIM_LANES)
+        q, tq = ws + field(p, f.WS_Q) + q_bytes, ws + field(p, f.WS_TQ) + q_bytes
+        score_tangents(p, t, size, k + 4 * begin * width, tk + 4 * begin * width, q, tq, width, scratch)
+        if features & f.HAS_SOFTCAP:
+            multiply_panel(t, size, ws + field(p, f.WS_CAP), vectors)
+        if field(p, f.HAS_TBIAS):
+            scale_panel(t, size, vectors, factor)
+            factor = 1.0
+            add_panel(t, size, bias_tangents(p, ws, size, first_key, panel, num_rows), vectors)
+        tangent_weights(s, t, size, vectors, factor, alpha, ws + field(p, f.WS_TSUM) + 4 * panel * sz.PANEL)
+        if features & f.HAS_DROPOUT:
+            drop_panel(p, t, size, first_key, table, batch, vectors)
     if features & f.HAS_DROPOUT:
-        table = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES
         drop_panel(p, s, size, first_key, table, batch, vectors)
-        drop_panel(p, t, size, first_key, table, batch, vectors)
-    rows = 4 * panel * sz.PANEL * field(p, f.DIM_V_PADDED)
-    acc, tacc, at = ws + field(p, f.WS_ACC) + rows, ws + field(p, f.WS_TACC) + rows, 4 * begin * sz.VALUE_STEP
-    weigh_panel(p, s, ws + field(p, f.WS_V) + at, size, acc, alpha, num_rows)
-    weigh_panel(p, t, ws + field(p, f.WS_V) + at, size, tacc, alpha, num_rows)
-    if field(p, f.TV) != 0:
-        add_panel_values(p, s, ws + field(p, f.WS_TV) + at, size, tacc, num_rows)
+    weigh_panel(p, s, v, size, acc, alpha, num_rows)
+    if moves:
+        weigh_panel(p, t, v, size, tacc, alpha, num_rows)
+        if field(p, f.TV) != 0:
+            add_panel_values(p, s, tv, size, tacc, num_rows)
+    elif field(p, f.TV) != 0:
+        weigh_panel(p, s, tv, size, tacc, alpha, num_rows)
 
 
 @driver

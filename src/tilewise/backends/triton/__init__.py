@@ -58,8 +58,6 @@ class TritonBackend(GpuBackend):
                 f"tangents (jvp) and second derivatives in {problem.dtype} take head_dim up to "
                 f"{MAX_HIGHER_DIM[problem.dtype]}, not {widest}: their tiles do not fit registers and shared memory"
             )
-        if problem.higher and problem.tiles_shape is not None:
-            return "has no tangents (jvp) and no second derivatives under a tile mask: pass mask=mask.dense()"
         if (reason := too_long(problem)) is not None:
             return reason
         if device.type == "cpu":

@@ -108,7 +108,11 @@ def _bindable(problem: AttentionProblem) -> bool:
 
 def ready(problem: AttentionProblem, operands: Operands) -> Operands:
     """The operands with the seed on the device, and the lists of a tile mask."""
-    operands = tile_lists.with_lists(problem, operands)
+    return seeded(tile_lists.with_lists(problem, operands))
+
+
+def seeded(operands: Operands) -> Operands:
+    """The operands with the seed on the device."""
     seed, where = operands.seed, operands.q.device
     if seed is None:
         return operands

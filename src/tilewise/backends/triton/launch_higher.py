@@ -56,7 +56,7 @@ def forward_tangent(
     problem: AttentionProblem, operands: Operands, tangents: Tangents
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, out', lse') of canonical operands and tangents."""
-    given = (*launch.ready(problem, operands), *tangents)
+    given = (*launch.seeded(operands), *tangents)
     made = launching.bound_to(_pass("tangent"), problem, given, operands.q).run(given)
     out, lse, dot_out, dot_lse = (made[name] for name in RESULTS)
     out, dot_out = launching.heads_first(problem, out), launching.heads_first(problem, dot_out)
@@ -79,7 +79,7 @@ def backward_twice(
         return launch.zero_gradients(problem, operands, wanted)
     out, lse, dot_out, dot_lse = results
     dout, out, dot_out = (t if t.stride(-1) == 1 else t.contiguous() for t in (dout, out, dot_out))
-    given = (dout, dlse, out, lse, dot_out, dot_lse, *launch.ready(problem, operands), *tangents)
+    given = (dout, dlse, out, lse, dot_out, dot_lse, *launch.seeded(operands), *tangents)
     order = launch.pages_in_order(problem, operands, wanted)
     made = launching.bound_to(_pass("twice"), problem, given, operands.q, wanted).run((*given, *order))
     dq, dk, dv = launch.row_gradients(problem, made)

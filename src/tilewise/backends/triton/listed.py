@@ -110,6 +110,32 @@ def hide_listed(p, bits, kind, m_idx, n_first, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def are_seen_by_column(column_bits, kind, m_idx, n_idx):
+    """Which pairs the stored bits of a partial tile show, a word for 32 queries of a key; m_idx and n_idx broadcast."""
+    words = column_bits + tl.cast(kind, tl.int64) * TILE_WORDS
+    word = tl.load(words + (m_idx % TILE // WORD * TILE + n_idx % TILE))
+    return ((word >> (m_idx % WORD)) & 1) != 0
+
+
+@triton.jit
+def hide_scores(scores, column_bits, kind, m_idx, n_idx):
+    """Scores with -inf for the pairs that the bits of a tile hide."""
+    if kind >= 0:
+        scores = tl.where(are_seen_by_column(column_bits, kind, m_idx, n_idx), scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def hide_pairs(p, column_bits, kind, m_idx, n_idx):
+    """P with 0 for the pairs that the tile mask hides."""
+    if kind >= 0:
+        p = tl.where(are_seen_by_column(column_bits, kind, m_idx, n_idx), p, 0.0)
+    if kind == EMPTY:
+        p = tl.zeros_like(p)
+    return p
+
+
+@triton.jit
 def kind_at(tile_map, batch_idx, head, m_first, n_first):
     """The kind of the tile of a map that holds a query and a key."""
     base = tile_map.ptr + tl.cast(batch_idx, tl.int64) * tile_map.stride_batch

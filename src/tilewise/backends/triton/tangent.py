@@ -20,6 +20,7 @@ import triton.language as tl
 
 from tilewise.backends.gpu.work_list import clear_rows, listed_item
 from tilewise.backends.triton.forward import finish, initial_state, plain_step, with_endless_sinks
+from tilewise.backends.triton.listed import EMPTY, hide_scores, kind_at
 from tilewise.backends.triton.primitives import (
     LOG2E,
     NEG_INF,
@@ -153,79 +154,102 @@ def row_mean(sums, row_sum):
 
 
 @triton.jit
+def tangent_step(
+    state, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q, seqlen_k,
+    full_begin, full_end, column_bits, kind,
+    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Advance the state of a query tile (see tangent_loop) by the keys first..first+BLOCK_N. `kind` is that of the tile
+    in a tile mask.
+    """
+    acc, dot_acc, row_max, row_sum, dot_sum, mean = state
+    k_source, v_source, dot_k_source, dot_v_source = sources
+    _m_first, m_idx, head, batch_idx = place
+    n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+    k_tile = load_source(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    dot_k_tile = k_tile
+    if A.K:
+        dot_k_tile = load_source(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    dots = dot(q_tile, tl.trans(k_tile), T)
+    products = product_tangents(q_tile, k_tile, dot_q_tile, dot_k_tile, A.Q, A.K, T)
+    scores, capped = dots, dots
+    if T.TRANSFORMED:
+        # The last tile of boxed keys may be incomplete, so a bias is read with its bound checked.
+        scores, capped = natural_scores(
+            dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE or BOXED, T
+        )
+    if BOXED:
+        if (first < full_begin) | (first >= full_end):
+            scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+    elif EDGE:
+        scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+    if column_bits is not None:
+        scores = hide_scores(scores, column_bits, kind, m_idx[:, None], n_idx)
+    tops = tl.max(scores, 1)
+    if T.TRANSFORMED:
+        p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
+    else:
+        p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scalars.scale * LOG2E, T)
+    score = products
+    if A.Q or A.K or A.BIAS:
+        _, score = score_tangents(products, p, capped, dot_bias, n_idx, seqlen_k, scalars, EDGE or BOXED, A, T)
+        dot_sum = dot_sum * alpha + tl.sum(p * score, 1)
+    else:
+        dot_sum = dot_sum * alpha
+    new_mean = row_mean(dot_sum, row_sum)
+    dot_acc = (dot_acc + (mean - new_mean)[:, None] * acc) * alpha[:, None]
+    acc = acc * alpha[:, None]
+    v_tile = load_source(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    kept = p
+    if T.HAS_DROPOUT:
+        keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+        kept = tl.where(keep, p, 0.0)
+    weights = kept.to(v_tile.dtype)
+    acc = dot_add(weights, v_tile, acc, T)
+    if A.Q or A.K or A.BIAS or A.SINKS:
+        dot_acc = dot_add((kept * (score - new_mean[:, None])).to(v_tile.dtype), v_tile, dot_acc, T)
+    if A.V:
+        dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        dot_acc = dot_add(weights, dot_v_tile, dot_acc, T)
+    return acc, dot_acc, row_max, row_sum, dot_sum, new_mean
+
+
+@triton.jit
 def tangent_loop(
-    state, q_tile, dot_q_tile, k_source, v_source, dot_k_source, dot_v_source, place, terms, dot_bias, scalars, band,
-    seqlen_q, seqlen_k, begin, gap_begin, gap_end, end, full_begin, full_end,
+    state, q_tile, dot_q_tile, sources, place, terms, dot_bias, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
+    gap_end, end, full_begin, full_end, tile_map, column_bits,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Advance a query tile over the keys begin..gap_begin and gap_end..end. EDGE tiles are masked. BOXED: so are those
-    that are not between full_begin and full_end. The state: sums of P v and P ((S' - mean) v + v'), row_max, row_sum,
-    sum of P S'.
+    that are not between full_begin and full_end. Tiles that a tile mask hides are skipped. The state: sums of P v and
+    P ((S' - mean) v + v'), row_max, row_sum, sum of P S', mean.
     """
-    acc, dot_acc, row_max, row_sum, dot_sum = state
-    mean = row_mean(dot_sum, row_sum)
-    m_idx, head, batch_idx = place
-    scale_log2 = scalars.scale * LOG2E
+    acc, dot_acc, row_max, row_sum, dot_sum, mean = state
+    m_first, _m_idx, head, batch_idx = place
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     stop = gap_begin + tl.maximum(end - gap_end, 0)
     if begin < stop:
         tl.assume(begin < stop)
-        pages = key_pages(k_source, around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
+        pages = key_pages(sources[0], around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
         for position in tl.range(begin, stop, BLOCK_N):
             first = around_gap(position, gap_begin, gap_end, EDGE)
-            n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-            k_tile = load_source(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-            dot_k_tile = k_tile
-            if A.K:
-                dot_k_tile = load_source(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-            dots = dot(q_tile, tl.trans(k_tile), T)
-            products = product_tangents(q_tile, k_tile, dot_q_tile, dot_k_tile, A.Q, A.K, T)
-            scores, capped = dots, dots
-            if T.TRANSFORMED:
-                # The last tile of boxed keys may be incomplete, so a bias is read with its bound checked.
-                scores, capped = natural_scores(
-                    dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE or BOXED, T
-                )
-            if BOXED:
-                if (first < full_begin) | (first >= full_end):
-                    scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
-            elif EDGE:
-                scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
-            tops = tl.max(scores, 1)
-            if T.TRANSFORMED:
-                p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
+            now = (acc, dot_acc, row_max, row_sum, dot_sum, mean)
+            if tile_map is not None:
+                kind = kind_at(tile_map, batch_idx, head, m_first, first)
+                if kind != EMPTY:
+                    acc, dot_acc, row_max, row_sum, dot_sum, mean = tangent_step(
+                        now, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q,
+                        seqlen_k, full_begin, full_end, column_bits, kind, EDGE, BOXED, BLOCK_N, A, T
+                    )  # fmt: skip
             else:
-                p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scale_log2, T)
-            score = products
-            if A.Q or A.K or A.BIAS:
-                _, score = score_tangents(
-                    products, p, capped, dot_bias, n_idx, seqlen_k, scalars, EDGE or BOXED, A, T
+                acc, dot_acc, row_max, row_sum, dot_sum, mean = tangent_step(
+                    now, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q,
+                    seqlen_k, full_begin, full_end, None, 0, EDGE, BOXED, BLOCK_N, A, T
                 )  # fmt: skip
-                dot_sum = dot_sum * alpha + tl.sum(p * score, 1)
-            else:
-                dot_sum = dot_sum * alpha
-            new_mean = row_mean(dot_sum, row_sum)
-            dot_acc = (dot_acc + (mean - new_mean)[:, None] * acc) * alpha[:, None]
-            mean = new_mean
-            acc = acc * alpha[:, None]
-            v_tile = load_source(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-            kept = p
-            if T.HAS_DROPOUT:
-                keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
-                kept = tl.where(keep, p, 0.0)
-            weights = kept.to(v_tile.dtype)
-            acc = dot_add(weights, v_tile, acc, T)
-            if A.Q or A.K or A.BIAS or A.SINKS:
-                dot_acc = dot_add((kept * (score - mean[:, None])).to(v_tile.dtype), v_tile, dot_acc, T)
-            if A.V:
-                dot_v_tile = load_source(
-                    dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T
-                )
-                dot_acc = dot_add(weights, dot_v_tile, dot_acc, T)
             if T.PAGED:
                 following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
-                pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
-    return acc, dot_acc, row_max, row_sum, dot_sum
+                pages = key_pages(sources[0], following, seqlen_k, BLOCK_N, T)
+    return acc, dot_acc, row_max, row_sum, dot_sum, mean
 
 
 @triton.jit
@@ -245,8 +269,8 @@ def clear_tails(out, lse, dot_out, dot_lse, lengths, sizes, T: tl.constexpr):
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def tangent_kernel(
     q, k, v, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dot_q_desc, dot_k_desc, dot_v_desc, out_desc, dot_out_desc,
-    out, lse, dot_out, dot_lse, bias, dot_bias, mask, alibi_slopes, sinks, dot_sinks, seed_ptr, lengths, work, sizes,
-    band, scalars,
+    out, lse, dot_out, dot_lse, bias, dot_bias, mask, tile_map, column_bits, alibi_slopes, sinks, dot_sinks, seed_ptr,
+    lengths, work, sizes, band, scalars,
     T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute out, lse and their tangents of one (query tile, head, sequence)."""
@@ -273,6 +297,7 @@ def tangent_kernel(
     v_source = (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc)
     dot_k_source = (dot_k, key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_k_desc)
     dot_v_source = (dot_v, key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_v_desc)
+    sources = (k_source, v_source, dot_k_source, dot_v_source)
     q_tile = load_query_tile(
         q, q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
     )
@@ -287,28 +312,28 @@ def tangent_kernel(
     dot_sum = tl.zeros([BLOCK_M], tl.float32)
     if A.SINKS:
         dot_sum = tl.where(row_sum > 0.0, tl.load(dot_sinks + head).to(tl.float32), dot_sum)
-    state = (zeros(BLOCK_M, T.BLOCK_DV), zeros(BLOCK_M, T.BLOCK_DV), row_max, row_sum, dot_sum)
-    place = (m_idx, head, batch_idx)
+    mean = row_mean(dot_sum, row_sum)
+    state = (zeros(BLOCK_M, T.BLOCK_DV), zeros(BLOCK_M, T.BLOCK_DV), row_max, row_sum, dot_sum, mean)
+    place = (m_first, m_idx, head, batch_idx)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     if BOXED:
         state = tangent_loop(
-            state, q_tile, dot_q_tile, k_source, v_source, dot_k_source, dot_v_source, place, terms, dot_bias_rows,
-            scalars, band, seqlen_q, seqlen_k, begin, end, end, end, full_begin, full_end, False, True, BLOCK_N, A, T
+            state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
+            end, end, end, full_begin, full_end, tile_map, column_bits, False, True, BLOCK_N, A, T
         )  # fmt: skip
     else:
         state = tangent_loop(
-            state, q_tile, dot_q_tile, k_source, v_source, dot_k_source, dot_v_source, place, terms, dot_bias_rows,
-            scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end, full_end, full_begin, full_end,
-            False, False, BLOCK_N, A, T
+            state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k,
+            full_begin, full_end, full_end, full_end, full_begin, full_end, tile_map, column_bits, False, False,
+            BLOCK_N, A, T
         )  # fmt: skip
         state = tangent_loop(
-            state, q_tile, dot_q_tile, k_source, v_source, dot_k_source, dot_v_source, place, terms, dot_bias_rows,
-            scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end, full_begin, full_end,
-            True, False, BLOCK_N, A, T
+            state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
+            full_begin, full_end, end, full_begin, full_end, tile_map, column_bits, True, False, BLOCK_N, A, T
         )  # fmt: skip
 
-    acc, dot_acc, row_max, row_sum, dot_sum = state
+    acc, dot_acc, row_max, row_sum, dot_sum, _mean = state
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     dot_result = row_mean(dot_acc, row_sum[:, None])
     if T.HAS_DROPOUT:

@@ -12,7 +12,7 @@ second_bias_kernel sums H over the dimensions in which the bias is broadcast.
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806, SIM102
+# ruff: noqa: N803, N806, RET505, SIM102
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from tilewise.backends.triton.backward import (
     store_bias_tile,
     tile_is_seen,
 )
+from tilewise.backends.triton.listed import EMPTY, hide_pairs, kind_at
 from tilewise.backends.triton.primitives import (
     around_gap,
     dot,
@@ -91,37 +92,116 @@ def dropped(x, keep, scalars, T: tl.constexpr):
 
 
 @triton.jit
-def second_gradients(p, ds, centred, raw, capped, y, rate_rows, keep, scalars, A: tl.constexpr, T: tl.constexpr):
-    """(H, W, U): the gradients of the biased score, of scale * q.k, and of the tangent of scale * q.k. `ds` is dS,
-    `centred` S' - mean, `raw` the tangent of scale * q.k.
+def bent(pull, p, centred, raw, capped, rate_rows, scalars, T: tl.constexpr):
+    """(H / P but for Y, U, slope of the softcap, what its bend takes from H) of a tile. `pull` is X - delta, `centred`
+    S' - mean, `raw` the tangent of scale * q.k. Without a softcap, the slope is 1 and the bend 0.
     """
-    pull = -rate_rows
-    if A.V:
-        pull = dropped(y, keep, scalars, T) - rate_rows
-    h = ds * centred + p * pull
-    w, u = h, ds
+    rest = pull * centred - rate_rows
+    ds = p * pull
     if T.HAS_SOFTCAP:
         ratio = capped / scalars.softcap
         slope = 1.0 - ratio * ratio
-        w = slope * (h - (2.0 / scalars.softcap) * ratio * ds * raw)
-        u = slope * ds
-    return h, w, u
+        return rest, slope * ds, slope, (2.0 / scalars.softcap) * ratio * ds * raw
+    else:
+        return rest, ds, 1.0, 0.0
+
+
+@triton.jit
+def add_tangent_values(rest, a, b, keep, scalars, T: tl.constexpr):
+    """Rest + Y, where Y is a b^T through dropout."""
+    if T.HAS_DROPOUT:
+        return rest + dropped(dot(a, tl.trans(b), T), keep, scalars, T)
+    else:
+        return dot_add(a, tl.trans(b), rest, T)
+
+
+@triton.jit
+def through_softcap(h, slope, bend, T: tl.constexpr):
+    """W of H."""
+    if T.HAS_SOFTCAP:
+        h = slope * (h - bend)
+    return h
+
+
+@triton.jit
+def key_step(
+    dk, dv, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias, dot_bias, mask,
+    seed_ptr, place, head, first, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, column_bits, kind,
+    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """Add the contributions of the queries first..first+BLOCK_M of a head to dK and dV, on transposed scores. `kind` is
+    that of the tile in a tile mask.
+    """
+    k_tile, v_tile, dot_k_tile, dot_v_tile = tiles
+    lse_unit, delta, mean, rate, lse_desc, delta_desc, mean_desc, rate_desc = statistics
+    n_first, _kv_head, batch_idx, q_start = place
+    n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
+    m_row = first + tl.arange(0, BLOCK_M)
+    q_tile = load_query_tile(
+        q, q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+    )
+    dot_q_tile = q_tile
+    if A.Q:
+        dot_q_tile = load_query_tile(
+            dot_q, dot_q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D,
+            T
+        )  # fmt: skip
+    dout_tile = load_query_tile(
+        dout, dout_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
+    )
+    # Every statistic takes a register for each column of a thread, so each is loaded where it is used.
+    lse_tile = stat_tile(lse_unit, lse_desc, float("inf"), first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
+    dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_row[None, :], seqlen_q)
+    dots = dot(k_tile, tl.trans(q_tile), T)
+    products = product_tangents(k_tile, q_tile, dot_k_tile, dot_q_tile, A.K, A.Q, T)
+    # A bias is read with its key bound checked: the last key tile may be incomplete even where no score is
+    # masked.
+    CHECK: tl.constexpr = EDGE or T.HAS_BIAS or T.HAS_MASK
+    p, capped = probabilities(
+        dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, CHECK, T
+    )
+    if BOXED:
+        if (first < full_begin) | (first >= full_end):
+            p = tl.where(keep_in_band(m_row[None, :], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+    if column_bits is not None:
+        p = hide_pairs(p, column_bits, kind, m_row[None, :], n_idx)
+    raw, score = score_tangents(products, p, capped, dot_bias_rows, n_idx, seqlen_k, scalars, CHECK, A, T)
+    keep = True
+    if T.HAS_DROPOUT:
+        keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T))
+    mean_tile = stat_tile(mean, mean_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+    centred = score - mean_tile[None, :]
+    dv = dot_add(dropped(p * centred, keep, scalars, T).to(dout_tile.dtype), dout_tile, dv, T)
+    x = dot(v_tile, tl.trans(dout_tile), T)
+    delta_tile = stat_tile(delta, delta_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+    pull = dropped(x, keep, scalars, T) - delta_tile[None, :]
+    rate_tile = stat_tile(rate, rate_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
+    rest, u, slope, bend = bent(pull, p, centred, raw, capped, rate_tile[None, :], scalars, T)
+    # U is used before Y is computed, so that fewer tiles are in registers at a time.
+    if A.Q:
+        dk = dot_add(u.to(q_tile.dtype), dot_q_tile, dk, T)
+    if A.V:
+        rest = add_tangent_values(rest, dot_v_tile, dout_tile, keep, scalars, T)
+    w = through_softcap(p * rest, slope, bend, T)
+    dk = dot_add(w.to(q_tile.dtype), q_tile, dk, T)
+    return dk, dv
 
 
 @triton.jit
 def key_loop(
-    dk, dv, k_tile, v_tile, dot_k_tile, dot_v_tile, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics,
-    alibi_slopes, bias, dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end,
-    end, full_begin, full_end,
+    dk, dv, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias, dot_bias, mask,
+    seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end, full_begin, full_end, tile_map,
+    column_bits,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of the queries begin..gap_begin and gap_end..end of a group's heads to dK and dV, on
-    transposed scores. EDGE tiles are masked. BOXED: so are those that are not between full_begin and full_end.
+    """Add the contributions of the queries begin..gap_begin and gap_end..end of a group's heads to dK and dV. EDGE
+    tiles are masked. BOXED: so are those that are not between full_begin and full_end. Tiles that a tile mask hides are
+    skipped.
     """
-    lse_unit, delta, mean, rate, lse_desc, delta_desc, mean_desc, rate_desc = statistics
-    n_first, kv_head, batch_idx, q_start = place
-    n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
+    n_first, kv_head, batch_idx, _q_start = place
     lower, upper = group_steps(begin, gap_begin + tl.maximum(end - gap_end, 0), T.GROUP_SIZE, BLOCK_M)
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     if lower < upper:
@@ -129,62 +209,28 @@ def key_loop(
         for step in tl.range(lower, upper, BLOCK_M if T.GROUP_SIZE == 1 else 1):
             head, position = group_step(step, begin, upper, kv_head * T.GROUP_SIZE, T.GROUP_SIZE, BLOCK_M)
             first = around_gap(position, gap_begin, gap_end, EDGE)
-            m_row = first + tl.arange(0, BLOCK_M)
-            q_tile = load_query_tile(
-                q, q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
-            )
-            dot_q_tile = q_tile
-            if A.Q:
-                dot_q_tile = load_query_tile(
-                    dot_q, dot_q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D,
-                    T
+            if tile_map is not None:
+                kind = kind_at(tile_map, batch_idx, head, first, n_first)
+                if kind != EMPTY:
+                    dk, dv = key_step(
+                        dk, dv, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias,
+                        dot_bias, mask, seed_ptr, place, head, first, scalars, band, seqlen_q, seqlen_k, full_begin,
+                        full_end, column_bits, kind, EDGE, BOXED, BLOCK_M, BLOCK_N, A, T
+                    )  # fmt: skip
+            else:
+                dk, dv = key_step(
+                    dk, dv, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias,
+                    dot_bias, mask, seed_ptr, place, head, first, scalars, band, seqlen_q, seqlen_k, full_begin,
+                    full_end, None, 0, EDGE, BOXED, BLOCK_M, BLOCK_N, A, T
                 )  # fmt: skip
-            dout_tile = load_query_tile(
-                dout, dout_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
-            )
-            # Every statistic takes a register for each column of a thread, so each is loaded where it is used.
-            lse_tile = stat_tile(
-                lse_unit, lse_desc, float("inf"), first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
-            )
-            terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
-            dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_row[None, :], seqlen_q)
-            dots = dot(k_tile, tl.trans(q_tile), T)
-            products = product_tangents(k_tile, q_tile, dot_k_tile, dot_q_tile, A.K, A.Q, T)
-            # A bias is read with its key bound checked: the last key tile may be incomplete even where no score is
-            # masked.
-            CHECK: tl.constexpr = EDGE or T.HAS_BIAS or T.HAS_MASK
-            p, capped = probabilities(
-                dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, CHECK, T
-            )
-            if BOXED:
-                if (first < full_begin) | (first >= full_end):
-                    p = tl.where(keep_in_band(m_row[None, :], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
-            raw, score = score_tangents(products, p, capped, dot_bias_rows, n_idx, seqlen_k, scalars, CHECK, A, T)
-            keep = True
-            if T.HAS_DROPOUT:
-                keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T))
-            mean_tile = stat_tile(mean, mean_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
-            centred = score - mean_tile[None, :]
-            dv = dot_add(dropped(p * centred, keep, scalars, T).to(dout_tile.dtype), dout_tile, dv, T)
-            x = dot(v_tile, tl.trans(dout_tile), T)
-            delta_tile = stat_tile(delta, delta_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
-            ds = p * (dropped(x, keep, scalars, T) - delta_tile[None, :])
-            y = x
-            if A.V:
-                y = dot(dot_v_tile, tl.trans(dout_tile), T)
-            rate_tile = stat_tile(rate, rate_desc, 0.0, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T)
-            _, w, u = second_gradients(p, ds, centred, raw, capped, y, rate_tile[None, :], keep, scalars, A, T)
-            dk = dot_add(w.to(q_tile.dtype), q_tile, dk, T)
-            if A.Q:
-                dk = dot_add(u.to(q_tile.dtype), dot_q_tile, dk, T)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def second_key_kernel(
     q, k, v, dout, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dout_desc, dot_q_desc, dot_k_desc, dot_v_desc,
-    lse_desc, delta_desc, mean_desc, rate_desc, lse_unit, delta, mean, rate, dk, dv, bias, dot_bias, mask, alibi_slopes,
-    seed_ptr, lengths, work, sizes, band, scalars,
+    lse_desc, delta_desc, mean_desc, rate_desc, lse_unit, delta, mean, rate, dk, dv, bias, dot_bias, mask, tile_map,
+    column_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group."""
@@ -225,22 +271,23 @@ def second_key_kernel(
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     place = (n_first, kv_head, batch_idx, q_start)
     statistics = (lse_unit, delta, mean, rate, lse_desc, delta_desc, mean_desc, rate_desc)
+    tiles = (k_tile, v_tile, dot_k_tile, dot_v_tile)
     if BOXED:
         dk_acc, dv_acc = key_loop(
-            dk_acc, dv_acc, k_tile, v_tile, dot_k_tile, dot_v_tile, q, dout, dot_q, q_desc, dout_desc, dot_q_desc,
-            statistics, alibi_slopes, bias, dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin,
-            end, end, end, full_begin, full_end, False, True, BLOCK_M, BLOCK_N, A, T
+            dk_acc, dv_acc, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias,
+            dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, end, end, end, full_begin,
+            full_end, tile_map, column_bits, False, True, BLOCK_M, BLOCK_N, A, T
         )  # fmt: skip
     else:
         dk_acc, dv_acc = key_loop(
-            dk_acc, dv_acc, k_tile, v_tile, dot_k_tile, dot_v_tile, q, dout, dot_q, q_desc, dout_desc, dot_q_desc,
-            statistics, alibi_slopes, bias, dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k,
-            full_begin, full_end, full_end, full_end, full_begin, full_end, False, False, BLOCK_M, BLOCK_N, A, T
+            dk_acc, dv_acc, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias,
+            dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end,
+            full_end, full_begin, full_end, tile_map, column_bits, False, False, BLOCK_M, BLOCK_N, A, T
         )  # fmt: skip
         dk_acc, dv_acc = key_loop(
-            dk_acc, dv_acc, k_tile, v_tile, dot_k_tile, dot_v_tile, q, dout, dot_q, q_desc, dout_desc, dot_q_desc,
-            statistics, alibi_slopes, bias, dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin,
-            full_begin, full_end, end, full_begin, full_end, True, False, BLOCK_M, BLOCK_N, A, T
+            dk_acc, dv_acc, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias,
+            dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end,
+            full_begin, full_end, tile_map, column_bits, True, False, BLOCK_M, BLOCK_N, A, T
         )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
@@ -251,14 +298,16 @@ def second_key_kernel(
 @triton.jit
 def query_tile_gradients(
     tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
-    full_end,
+    full_end, column_bits, kind,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """(H, W, U) of a query tile against the keys first..first+BLOCK_N, and the tiles of k and k'."""
+    """(H, W, U) of a query tile against the keys first..first+BLOCK_N, and the tiles of k and k'. `kind` is that of the
+    tile in a tile mask.
+    """
     q_tile, dot_q_tile, dout_tile = tiles
     k_source, v_source, dot_k_source, dot_v_source = sources
     lse_tile, delta_tile, mean_tile, rate_tile = stats
-    m_idx, head, batch_idx = place
+    _m_first, m_idx, head, batch_idx = place
     n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
     k_tile = load_source(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     dot_k_tile = k_tile
@@ -276,42 +325,68 @@ def query_tile_gradients(
         # The last tile of keys may be incomplete: keys past the end are zeros, but their P is not 0.
         if (first < full_begin) | (first >= full_end):
             p = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+    if column_bits is not None:
+        p = hide_pairs(p, column_bits, kind, m_idx[:, None], n_idx)
     raw, score = score_tangents(products, p, capped, dot_bias_rows, n_idx, seqlen_k, scalars, CHECK, A, T)
     keep = True
     if T.HAS_DROPOUT:
         keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
-    ds = p * (dropped(x, keep, scalars, T) - delta_tile[:, None])
-    y = x
+    pull = dropped(x, keep, scalars, T) - delta_tile[:, None]
+    rest, u, slope, bend = bent(
+        pull, p, score - mean_tile[:, None], raw, capped, rate_tile[:, None], scalars, T
+    )  # fmt: skip
     if A.V:
         dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-        y = dot(dout_tile, tl.trans(dot_v_tile), T)
-    h, w, u = second_gradients(
-        p, ds, score - mean_tile[:, None], raw, capped, y, rate_tile[:, None], keep, scalars, A, T
-    )
+        rest = add_tangent_values(rest, dout_tile, dot_v_tile, keep, scalars, T)
+    h = p * rest
+    w = through_softcap(h, slope, bend, T)
     return h, w, u, k_tile, dot_k_tile
+
+
+@triton.jit
+def query_step(
+    dq, tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
+    full_end, column_bits, kind,
+    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Add the contributions of the keys first..first+BLOCK_N to dQ."""
+    _, w, u, k_tile, dot_k_tile = query_tile_gradients(
+        tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
+        full_end, column_bits, kind, EDGE, BOXED, BLOCK_N, A, T
+    )  # fmt: skip
+    dq = dot_add(w.to(k_tile.dtype), k_tile, dq, T)
+    if A.K:
+        dq = dot_add(u.to(k_tile.dtype), dot_k_tile, dq, T)
+    return dq
 
 
 @triton.jit
 def query_loop(
     dq, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
-    gap_end, end, full_begin, full_end,
+    gap_end, end, full_begin, full_end, tile_map, column_bits,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the keys begin..gap_begin and gap_end..end to dQ; see key_loop."""
     k_source = sources[0]
+    m_first, _m_idx, head, batch_idx = place
     stop = gap_begin + tl.maximum(end - gap_end, 0)
     if begin < stop:
         tl.assume(begin < stop)
         pages = key_pages(k_source, around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
         for position in tl.range(begin, stop, BLOCK_N):
             first = around_gap(position, gap_begin, gap_end, EDGE)
-            _, w, u, k_tile, dot_k_tile = query_tile_gradients(
-                tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k,
-                full_begin, full_end, EDGE, BOXED, BLOCK_N, A, T
-            )  # fmt: skip
-            dq = dot_add(w.to(k_tile.dtype), k_tile, dq, T)
-            if A.K:
-                dq = dot_add(u.to(k_tile.dtype), dot_k_tile, dq, T)
+            if tile_map is not None:
+                kind = kind_at(tile_map, batch_idx, head, m_first, first)
+                if kind != EMPTY:
+                    dq = query_step(
+                        dq, tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q,
+                        seqlen_k, full_begin, full_end, column_bits, kind, EDGE, BOXED, BLOCK_N, A, T
+                    )  # fmt: skip
+            else:
+                dq = query_step(
+                    dq, tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q,
+                    seqlen_k, full_begin, full_end, None, 0, EDGE, BOXED, BLOCK_N, A, T
+                )  # fmt: skip
             if T.PAGED:
                 following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
                 pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
@@ -341,7 +416,8 @@ def query_tiles(
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def second_query_kernel(
     q, k, v, dout, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dout_desc, dot_q_desc, dot_k_desc, dot_v_desc,
-    lse_unit, delta, mean, rate, dq, bias, dot_bias, mask, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
+    lse_unit, delta, mean, rate, dq, bias, dot_bias, mask, tile_map, column_bits, alibi_slopes, seed_ptr, lengths, work,
+    sizes, band, scalars,
     T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (query tile, head, sequence)."""
@@ -375,23 +451,23 @@ def second_query_kernel(
     stats = row_stats(statistics, m_first, batch_idx, head, q_start, seqlen_q, BLOCK_M, T)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_idx[:, None], seqlen_q)
-    place = (m_idx, head, batch_idx)
+    place = (m_first, m_idx, head, batch_idx)
     acc = zeros(BLOCK_M, T.BLOCK_D)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     if BOXED:
         acc = query_loop(
             acc, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin, end, end,
-            end, full_begin, full_end, False, True, BLOCK_N, A, T
+            end, full_begin, full_end, tile_map, column_bits, False, True, BLOCK_N, A, T
         )  # fmt: skip
     else:
         acc = query_loop(
             acc, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
-            full_end, full_end, full_end, full_begin, full_end, False, False, BLOCK_N, A, T
+            full_end, full_end, full_end, full_begin, full_end, tile_map, column_bits, False, False, BLOCK_N, A, T
         )  # fmt: skip
         acc = query_loop(
             acc, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
-            full_begin, full_end, end, full_begin, full_end, True, False, BLOCK_N, A, T
+            full_begin, full_end, end, full_begin, full_end, tile_map, column_bits, True, False, BLOCK_N, A, T
         )  # fmt: skip
     dq_base = head_base(dq, batch_idx, head, q_start, T.PACKED_Q)
     store_rows(acc * scalars.scale, dq_base, dq.stride_row, m_first, seqlen_q, T.HEAD_DIM)
@@ -399,8 +475,8 @@ def second_query_kernel(
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars", "shape", "num_shares"])
 def second_bias_kernel(
-    q, k, v, dout, dot_q, dot_k, dot_v, lse_unit, delta, mean, rate, dbias, bias, dot_bias, mask, alibi_slopes,
-    seed_ptr, lengths, sizes, band, scalars, shape, num_shares,
+    q, k, v, dout, dot_q, dot_k, dot_v, lse_unit, delta, mean, rate, dbias, bias, dot_bias, mask, tile_map, column_bits,
+    alibi_slopes, seed_ptr, lengths, sizes, band, scalars, shape, num_shares,
     T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One share of one dbias tile: the sum of H, see backward.bias_gradient_kernel."""
@@ -430,9 +506,12 @@ def second_bias_kernel(
             terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
             dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_idx[:, None], seqlen_q)
             pages = key_pages(sources[0], n_first, seqlen_k, BLOCK_N, T)
+            kind = 0
+            if tile_map is not None:
+                kind = kind_at(tile_map, batch_idx, head, m_first, n_first)
             h, _, _, _, _ = query_tile_gradients(
-                tiles, sources, stats, pages, n_first, (m_idx, head, batch_idx), terms, dot_bias_rows, scalars, band,
-                seqlen_q, seqlen_k, 0, 0, True, False, BLOCK_N, A, T
+                tiles, sources, stats, pages, n_first, (m_first, m_idx, head, batch_idx), terms, dot_bias_rows, scalars,
+                band, seqlen_q, seqlen_k, 0, 0, column_bits, kind, True, False, BLOCK_N, A, T
             )  # fmt: skip
             acc += h
     store_bias_tile(acc, dbias, own, shape, BLOCK_M, BLOCK_N)
