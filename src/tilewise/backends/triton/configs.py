@@ -526,9 +526,10 @@ def is_rich(problem: AttentionProblem, direction: str) -> bool:
     """Whether a tile holds more than K, V and plain scores, and must be smaller: bias, masks, dropout bits, softcap.
 
     In the backward a pointer for each row of small pages counts too. The forward looks pages up one tile ahead and
-    keeps the larger tile, which is faster.
+    keeps the larger tile, which is faster. Tangents and second derivatives test each tile of a tile mask.
     """
-    extras = (problem.bias_shape, problem.mask_shape, problem.softcap)
+    tested = problem.tiles_shape if direction in ("tangent", "twice_dkdv", "twice_dq") else None
+    extras = (problem.bias_shape, problem.mask_shape, problem.softcap, tested)
     small_pages = direction != "forward" and problem.page_size is not None and problem.page_size % LARGEST_TILE != 0
     return problem.dropout > 0.0 or small_pages or any(extra is not None for extra in extras)
 
