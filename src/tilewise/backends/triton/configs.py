@@ -468,7 +468,7 @@ def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) ->
 
 def _kinds(problem: AttentionProblem, direction: Pass) -> tuple[Kind, ...]:
     """Which tables apply, in this order. The forward's require plain scores and V as wide as K: with 128 columns of V
-    next to 64 of K, ptxas reuses the registers of held queries (test_triton_aot checks the machine code).
+    next to 64 of K, ptxas reuses the registers of held queries. Only the conformance suite on a GPU shows it.
     """
     if direction != "forward":
         return () if problem.tiles_shape is None else ("listed",)
