@@ -108,7 +108,7 @@ def compile_call(call: KernelCall, device: DeviceSpec, index: int) -> Any:
 
 # A compiled kernel takes about 100 KiB of host memory; a program uses a few dozen.
 @functools.lru_cache(maxsize=1024)
-def _compiled(kernel: Any, types: Types, options: tuple[tuple[str, int], ...], target: GPUTarget, index: int) -> Any:
+def _compiled(kernel: Any, types: Types, options: tuple[tuple[str, Any], ...], target: GPUTarget, index: int) -> Any:
     del index  # only part of the cache key: a compiled kernel is tied to the device on which it is loaded
     return triton.compile(
         _source_class(kernel)(

@@ -58,6 +58,19 @@ def ptxas(capability: int) -> str:
     return str(compiler.get_ptxas(capability).path)
 
 
+def assembler_options(kernel: Any) -> str | None:
+    """What ptxas is told beyond what Triton tells it.
+
+    From 3.7 on Triton lowers the level of register allocation for all kernels. Hopper's kernels fill the registers, and
+    ptxas 13 then spills hundreds of bytes; at the level that ptxas itself takes it spills few or none.
+    """
+    if not (hasattr(kernel, "is_gluon") and kernel.is_gluon()):
+        return None
+    import triton
+
+    return " ".join(filter(None, (triton.knobs.nvidia.ptxas_options, "--regAllocOptLevel=4")))
+
+
 @functools.cache
 def _names() -> dict[str, Any]:
     from triton.experimental import gluon

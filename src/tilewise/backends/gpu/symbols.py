@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.backends.gpu import releases
+
 # The alignment in bytes that 128-bit vectors, cp.async and TMA need.
 ALIGNMENT = 16
 
@@ -80,11 +82,12 @@ class KernelCall:
         return [self.arguments[name] for name in self.kernel.arg_names]
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """The compiler options of the call."""
         found = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
         found["enable_fp_fusion"] = self.fused
         found["launch_pdl"] = self.overlaps or None
+        found["ptx_options"] = releases.assembler_options(self.kernel)
         return {name: value for name, value in found.items() if value is not None}
 
 
