@@ -40,6 +40,8 @@ from tilewise.backends.triton.configs import Config, Pass
 from tilewise.bench import machine
 from tilewise.operands import Operands, Tangents
 from tilewise.problem import AttentionProblem
+from tilewise.tile_masks import TileMask
+from tilewise.tiles import lists_of
 from tune_candidates import DECODE, HIGHER, TUNED, candidates, config_of, name_of
 
 TOKENS, WIDTH, ROUNDS = 16384, 2048, 5
@@ -74,16 +76,26 @@ def problem_of(
 class Inputs:
     """A dense problem with its tensors and everything a single kernel needs."""
 
-    def __init__(self, problem: AttentionProblem, backward: bool, higher: bool = False) -> None:
+    def __init__(
+        self, problem: AttentionProblem, backward: bool, higher: bool = False, mask: TileMask | None = None
+    ) -> None:
         self.problem = p = problem
         kv_shape = (p.batch, p.num_kv_heads, p.seqlen_k, p.head_dim)
         self.q = torch.randn(p.batch, p.num_heads, p.seqlen_q, p.head_dim, device="cuda", dtype=p.dtype)
         self.k, self.v = (torch.randn(kv_shape, device="cuda", dtype=p.dtype) for _ in range(2))
         self.operands = Operands(self.q, self.k, self.v)
+        masks: dict[str, Tensor] = {}
+        if mask is not None:
+            self.problem = p = dataclasses.replace(p, tiles_shape=mask.tiles.shape)
+            lists = lists_of(mask.tiles, mask.bits)
+            tiles = mask.tiles.expand(p.batch, p.num_heads, -1, -1)
+            masks = {"tiles": tiles, "tile_bits": mask.bits, "tile_lists": lists}
+            self.operands = self.operands._replace(**masks)
         self.device, self.index = devices.of(self.q.device), self.q.get_device()
         self.plan = planning.plan_for(p, self.device, False)
         self.out, self.lse = torch.empty_like(self.q), torch.empty(p.lse_shape, device="cuda")
         self.tensors: dict[str, Tensor] = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "lse": self.lse}
+        self.tensors |= masks
         if backward:
             out, lse = launch.run_forward(p, self.operands)
             self.out.copy_(out)

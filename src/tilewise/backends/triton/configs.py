@@ -7,7 +7,6 @@ behind rows and constants are in bench/results/triton-tiles.csv; the id is "tabl
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -355,9 +354,8 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
     },
 }
 
-_overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.ContextVar(
-    "tilewise_triton_configs", default=None
-)
+# The rows replaced at present; the last of the list count. In all threads: autograd runs a backward in its own.
+_overrides: list[Mapping[Pass, Config]] = []
 
 
 def choose(
@@ -402,18 +400,18 @@ def _plain_table(device: DeviceSpec) -> dict[Pass, Table]:
 
 
 def overrides() -> Mapping[Pass, Config] | None:
-    """The rows replaced in this context, if any."""
-    return _overrides.get()
+    """The rows replaced at present, if any."""
+    return _overrides[-1] if _overrides else None
 
 
 @contextlib.contextmanager
 def overridden(configs: Mapping[Pass, Config]) -> Iterator[None]:
-    """Replace the configurations of some passes within a block, for experiments."""
-    token = _overrides.set(configs)
+    """Replace the configurations of some passes within a block, for experiments; in every thread."""
+    _overrides.append(configs)
     try:
         yield
     finally:
-        _overrides.reset(token)
+        _overrides.pop()
 
 
 def heads_per_wave(device: DeviceSpec, bytes_per_head: int, group_size: int) -> int:
