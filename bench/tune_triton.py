@@ -108,7 +108,7 @@ class Inputs:
             self.tensors |= made
             if higher:
                 self.along = tuple(torch.randn_like(t) for t in (self.q, self.k, self.v))
-                *_, dot_out, dot_lse = launch_higher.forward_tangent(p, self.operands, Tangents(*self.along))
+                *_, dot_out, dot_lse = launch_higher.forward_tangent(p, self.operands, Tangents(*self.along), None)
                 self.tensors |= dict(zip(("dot_q", "dot_k", "dot_v"), self.along, strict=True))
                 self.tensors |= {"dot_out": dot_out, "dot_lse": dot_lse}
             self.runner([launch.stats_call(self.plan, self.views, (), passes)])()
@@ -135,8 +135,8 @@ class Inputs:
         with configs.overridden({direction: config}):
             if direction == "forward":
                 return launch.tiled_calls(self.plan, views)
-            if direction == "tangent":
-                return launch_higher.tangent_calls(self.problem, self.device, views)
+            if direction in ("tangent", "tangent_only"):
+                return launch_higher.tangent_calls(self.problem, self.device, views, direction == "tangent_only")
             if direction in HIGHER:
                 shared = launch.shared_arguments(self.plan, views, arguments.TWICE)
                 shared |= launch_higher.tangent_arguments(self.plan, views)

@@ -121,12 +121,16 @@ class TritonBackend(GpuBackend):
         return super().bind_forward(problem, operands, want_lse=want_lse)
 
     def forward_tangent(
-        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(out, lse, out', lse'); see Differentiating."""
         from tilewise.backends.triton import launch_higher
 
-        return launch_higher.forward_tangent(problem, operands, tangents)
+        return launch_higher.forward_tangent(problem, operands, tangents, known)
 
     def backward_twice(
         self,

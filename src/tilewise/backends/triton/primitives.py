@@ -440,7 +440,7 @@ def unrelated(octets, T: tl.constexpr):
 
     Triton lays out an operand by the narrowest load that it is computed from, and halves that width once if dropout
     bits are joined on the way: 16, 8 or, with a mask of bytes and dropout, 4 bits. In the layout for 4 bits, products
-    over 16 rows or keys come out wrong (mma.sync; Triton 3.6 to 3.9): half of the terms count twice.
+    over 16 rows or keys come out wrong (mma.sync in Triton 3.6 and 3.7): half of the terms count twice.
     """
     if T.INTERPRETED:
         return octets
