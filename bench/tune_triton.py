@@ -1,7 +1,7 @@
 """Check and time tiles of the Triton backend against SDPA flash, cuDNN and FlexAttention on this GPU.
 
-    python bench/tune_triton.py out.json [--only forward,dkdv,dq,decode,peers,overhead,tangent,twice_dkdv,twice_dq]
-                                         [--dims 64,128,256] [--lengths 1024,4096,16384] [--check-only]
+    python bench/tune_triton.py out.json [--dims 64,128,256] [--lengths 1024,4096,16384] [--check-only]
+        [--only forward,dkdv,dq,decode,peers,overhead,tangent,tangent_only,twice_dkdv,twice_dq]
 
 Candidates are compiled and checked in parallel processes first; a candidate that is wrong, runs out of resources or
 crashes is not timed. Then every cell (pass, head_dim, causal, length) is timed round-robin in one process: the chip is
@@ -115,7 +115,8 @@ class Inputs:
 
     def poison(self, direction: Pass) -> None:
         """Fill what a pass writes, so that what it forgets shows."""
-        written = {"forward": ("out", "lse"), "tangent": ("out", "lse", "dot_out", "dot_lse")}
+        dots = ("dot_out", "dot_lse")
+        written = {"forward": ("out", "lse"), "tangent": ("out", "lse", *dots), "tangent_only": dots}
         for name in written.get(direction, ("dq", "dk", "dv")):
             self.tensors[name].fill_(float("nan"))
 
@@ -200,7 +201,7 @@ def worst_error(inputs: Inputs, direction: Pass) -> float:
         along = tuple(t.float() for t in inputs.along)
         pushed: Any = torch.func.jvp(plain, leaves, along)
         dot_out, dot_lse = pushed[1]
-        if direction == "tangent":
+        if direction in ("tangent", "tangent_only"):
             pairs = (("out", out), ("lse", lse), ("dot_out", dot_out), ("dot_lse", dot_lse))
             return max(relative(inputs.tensors[name], want) for name, want in pairs)
         dq, dk, dv = torch.autograd.grad(dot_out, leaves, inputs.dout.float())
@@ -267,10 +268,18 @@ def round_robin(runs: dict[str, Run]) -> dict[str, float]:
 
 def flops(p: AttentionProblem, direction: str) -> float:
     """Of the matrix products a pass needs; half of them for causal."""
-    products = {"forward": 2, "dkdv": 4, "dq": 3, "backward": 5, "tangent": 6, "twice_dkdv": 8, "twice_dq": 7}[
-        direction
-    ]
-    return 2.0 * products * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k * p.head_dim / (2 if p.causal else 1)
+    products = {"forward": 2, "dkdv": 4, "dq": 3, "backward": 5, "tangent": 6, "tangent_only": 5}
+    products |= {"twice_dkdv": 8, "twice_dq": 7}
+    return (
+        2.0
+        * products[direction]
+        * p.batch
+        * p.num_heads
+        * p.seqlen_q
+        * p.seqlen_k
+        * p.head_dim
+        / (2 if p.causal else 1)
+    )
 
 
 def cell_name(direction: str, p: AttentionProblem) -> str:

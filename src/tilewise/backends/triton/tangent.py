@@ -351,7 +351,7 @@ def tangent_kernel(
     if A.SINKS:
         dot_sum = tl.where(row_sum > 0.0, tl.load(dot_sinks + head).to(tl.float32), dot_sum)
     if KNOWN:
-        known_lse = tl.load(lse_at, mask=m_idx < seqlen_q, other=NEG_INF)
+        known_lse = tl.load(lse_at, mask=m_idx < seqlen_q, other=float("inf"))
         dot_sum = dot_sum * sink_share(sinks, head, known_lse, T)
         row_max = tl.where(known_lse == NEG_INF, float("inf"), known_lse if T.TRANSFORMED else lse_in_log2(known_lse))
         row_sum = tl.zeros([BLOCK_M], tl.float32)
