@@ -86,7 +86,8 @@ class Inputs:
         self.operands = Operands(self.q, self.k, self.v)
         masks: dict[str, Tensor] = {}
         if mask is not None:
-            self.problem = p = dataclasses.replace(p, tiles_shape=mask.tiles.shape)
+            batch, heads, rows, columns = mask.tiles.shape
+            self.problem = p = dataclasses.replace(p, tiles_shape=(batch, heads, rows, columns))
             lists = lists_of(mask.tiles, mask.bits)
             tiles = mask.tiles.expand(p.batch, p.num_heads, -1, -1)
             masks = {"tiles": tiles, "tile_bits": mask.bits, "tile_lists": lists}
