@@ -14,7 +14,7 @@ from tilewise.backends.triton.configs import Config, Pass
 __all__ = ["DECODE", "HIGHER", "TUNED", "candidates", "config_of", "name_of"]
 
 # Tangents and second derivatives.
-HIGHER: tuple[Pass, ...] = ("tangent", "twice_dkdv", "twice_dq")
+HIGHER: tuple[Pass, ...] = ("tangent", "tangent_only", "twice_dkdv", "twice_dq")
 TUNED: tuple[Pass, ...] = ("forward", "dkdv", "dq", *HIGHER)
 # Lengths up to this are tuned from tables of their own: there starting a program counts, and memory.
 SHORT = 512
@@ -38,6 +38,14 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2TJ 64x32w4s2J 64x32w4s2TJ 64x32w8s2TJ 128x64w8s1J",
     ("tangent", 64): "64x64w4s2B 64x64w4s3B 128x64w8s2B 128x64w8s3B 64x128w4s2B 128x128w8s2B 64x64w4s2",
     ("tangent", 128): "128x64w8s2B 128x32w8s3B 128x32w8s2B 64x32w4s2B 64x32w4s3B 64x64w4s2B 128x64w8s2",
+    (
+        "tangent_only",
+        64,
+    ): "64x64w4s3B 64x64w4s2B 128x64w4s3B 128x64w4s2B 128x64w8s3B 64x32w4s3B 64x32w4s4B 128x32w4s3B 64x128w4s2B",
+    (
+        "tangent_only",
+        128,
+    ): "128x64w8s2B 64x64w4s2B 64x32w4s2B 64x32w4s3B 128x32w8s3B 128x32w8s2B 128x64w8s2Bh8 64x32w4s2Bh8 128x32w8s3Bh8",
     ("twice_dkdv", 64): "64x64w4s2B 64x64w4s3B 32x64w4s2B 32x64w4s3B 64x128w8s2B 32x128w8s2B",
     ("twice_dkdv", 128): "32x64w4s2B 32x128w8s2B 32x128w8s3B 64x64w4s2B 64x128w8s1B 16x64w4s2B",
     ("twice_dq", 64): "64x64w4s2B 64x64w4s3B 128x64w8s2B 128x64w8s3B 64x32w4s3B",

@@ -1,7 +1,7 @@
 """Check and time tiles of the Triton backend against SDPA flash, cuDNN and FlexAttention on this GPU.
 
-    python bench/tune_triton.py out.json [--only forward,dkdv,dq,decode,peers,overhead,tangent,twice_dkdv,twice_dq]
-                                         [--dims 64,128,256] [--lengths 1024,4096,16384] [--check-only]
+    python bench/tune_triton.py out.json [--dims 64,128,256] [--lengths 1024,4096,16384] [--check-only]
+        [--only forward,dkdv,dq,decode,peers,overhead,tangent,tangent_only,twice_dkdv,twice_dq]
 
 Candidates are compiled and checked in parallel processes first; a candidate that is wrong, runs out of resources or
 crashes is not timed. Then every cell (pass, head_dim, causal, length) is timed round-robin in one process: the chip is
@@ -40,6 +40,8 @@ from tilewise.backends.triton.configs import Config, Pass
 from tilewise.bench import machine
 from tilewise.operands import Operands, Tangents
 from tilewise.problem import AttentionProblem
+from tilewise.tile_masks import TileMask
+from tilewise.tiles import lists_of
 from tune_candidates import DECODE, HIGHER, TUNED, candidates, config_of, name_of
 
 TOKENS, WIDTH, ROUNDS = 16384, 2048, 5
@@ -74,16 +76,27 @@ def problem_of(
 class Inputs:
     """A dense problem with its tensors and everything a single kernel needs."""
 
-    def __init__(self, problem: AttentionProblem, backward: bool, higher: bool = False) -> None:
+    def __init__(
+        self, problem: AttentionProblem, backward: bool, higher: bool = False, mask: TileMask | None = None
+    ) -> None:
         self.problem = p = problem
         kv_shape = (p.batch, p.num_kv_heads, p.seqlen_k, p.head_dim)
         self.q = torch.randn(p.batch, p.num_heads, p.seqlen_q, p.head_dim, device="cuda", dtype=p.dtype)
         self.k, self.v = (torch.randn(kv_shape, device="cuda", dtype=p.dtype) for _ in range(2))
         self.operands = Operands(self.q, self.k, self.v)
+        masks: dict[str, Tensor] = {}
+        if mask is not None:
+            batch, heads, rows, columns = mask.tiles.shape
+            self.problem = p = dataclasses.replace(p, tiles_shape=(batch, heads, rows, columns))
+            lists = lists_of(mask.tiles, mask.bits)
+            tiles = mask.tiles.expand(p.batch, p.num_heads, -1, -1)
+            masks = {"tiles": tiles, "tile_bits": mask.bits, "tile_lists": lists}
+            self.operands = self.operands._replace(**masks)
         self.device, self.index = devices.of(self.q.device), self.q.get_device()
         self.plan = planning.plan_for(p, self.device, False)
         self.out, self.lse = torch.empty_like(self.q), torch.empty(p.lse_shape, device="cuda")
         self.tensors: dict[str, Tensor] = {"q": self.q, "k": self.k, "v": self.v, "out": self.out, "lse": self.lse}
+        self.tensors |= masks
         if backward:
             out, lse = launch.run_forward(p, self.operands)
             self.out.copy_(out)
@@ -96,14 +109,15 @@ class Inputs:
             self.tensors |= made
             if higher:
                 self.along = tuple(torch.randn_like(t) for t in (self.q, self.k, self.v))
-                *_, dot_out, dot_lse = launch_higher.forward_tangent(p, self.operands, Tangents(*self.along))
+                *_, dot_out, dot_lse = launch_higher.forward_tangent(p, self.operands, Tangents(*self.along), None)
                 self.tensors |= dict(zip(("dot_q", "dot_k", "dot_v"), self.along, strict=True))
                 self.tensors |= {"dot_out": dot_out, "dot_lse": dot_lse}
             self.runner([launch.stats_call(self.plan, self.views, (), passes)])()
 
     def poison(self, direction: Pass) -> None:
         """Fill what a pass writes, so that what it forgets shows."""
-        written = {"forward": ("out", "lse"), "tangent": ("out", "lse", "dot_out", "dot_lse")}
+        dots = ("dot_out", "dot_lse")
+        written = {"forward": ("out", "lse"), "tangent": ("out", "lse", *dots), "tangent_only": dots}
         for name in written.get(direction, ("dq", "dk", "dv")):
             self.tensors[name].fill_(float("nan"))
 
@@ -123,8 +137,8 @@ class Inputs:
         with configs.overridden({direction: config}):
             if direction == "forward":
                 return launch.tiled_calls(self.plan, views)
-            if direction == "tangent":
-                return launch_higher.tangent_calls(self.problem, self.device, views)
+            if direction in ("tangent", "tangent_only"):
+                return launch_higher.tangent_calls(self.problem, self.device, views, direction == "tangent_only")
             if direction in HIGHER:
                 shared = launch.shared_arguments(self.plan, views, arguments.TWICE)
                 shared |= launch_higher.tangent_arguments(self.plan, views)
@@ -188,7 +202,7 @@ def worst_error(inputs: Inputs, direction: Pass) -> float:
         along = tuple(t.float() for t in inputs.along)
         pushed: Any = torch.func.jvp(plain, leaves, along)
         dot_out, dot_lse = pushed[1]
-        if direction == "tangent":
+        if direction in ("tangent", "tangent_only"):
             pairs = (("out", out), ("lse", lse), ("dot_out", dot_out), ("dot_lse", dot_lse))
             return max(relative(inputs.tensors[name], want) for name, want in pairs)
         dq, dk, dv = torch.autograd.grad(dot_out, leaves, inputs.dout.float())
@@ -255,10 +269,18 @@ def round_robin(runs: dict[str, Run]) -> dict[str, float]:
 
 def flops(p: AttentionProblem, direction: str) -> float:
     """Of the matrix products a pass needs; half of them for causal."""
-    products = {"forward": 2, "dkdv": 4, "dq": 3, "backward": 5, "tangent": 6, "twice_dkdv": 8, "twice_dq": 7}[
-        direction
-    ]
-    return 2.0 * products * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k * p.head_dim / (2 if p.causal else 1)
+    products = {"forward": 2, "dkdv": 4, "dq": 3, "backward": 5, "tangent": 6, "tangent_only": 5}
+    products |= {"twice_dkdv": 8, "twice_dq": 7}
+    return (
+        2.0
+        * products[direction]
+        * p.batch
+        * p.num_heads
+        * p.seqlen_q
+        * p.seqlen_k
+        * p.head_dim
+        / (2 if p.causal else 1)
+    )
 
 
 def cell_name(direction: str, p: AttentionProblem) -> str:

@@ -382,15 +382,3 @@ def test_who_computes_them_on_a_gpu(
     assert backend == computed_by
     name, text = reason
     assert text in dict(rejected)[name]
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "refused"), [(72, "bfloat16", True), (64, "bfloat16", False), (72, "float32", False)]
-)
-def test_a_mask_with_dropout_in_wide_heads_is_refused_on_a_gpu(head_dim: int, dtype: str, refused: bool) -> None:
-    pytest.importorskip("triton")
-    q = torch.empty(1, 2, 256, head_dim, dtype=getattr(torch, dtype), device="meta", requires_grad=True)
-    mask = torch.empty(1, 1, 256, 256, dtype=torch.bool, device="meta")
-    backend, rejected = tw.explain(q, q, q, mask=mask, dropout=0.1, device="h200").higher
-    assert (backend is None) == refused
-    assert ("no mask together with dropout" in dict(rejected).get("triton", "")) == refused

@@ -23,6 +23,8 @@ SAVED = 5
 BIAS = Wanted._fields.index("dbias")
 # The same for a twice op: dout, dlse, out, lse and their tangents, wanted. Tangents follow, as in a tangent op.
 SAVED_TWICE, ALONG = 7, len(Tangents._fields)
+# And for a tangent op: out and lse, or None for both where they are not known.
+KNOWN = 2
 
 
 def vmapped(
@@ -66,11 +68,15 @@ def backward_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence
 
 def tangent_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:
     """As `forward_rule`, for a tangent op."""
-    batch, folded = _folded_with_tangents(names, examples, in_dims, args)
+    batch, folded = _folded_with_tangents(names, examples, in_dims[KNOWN:], args[KNOWN:])
     if folded is None:
         return _one_by_one(op, examples, in_dims, args)
-    results = op(*folded)
-    return tuple(_unfolded(r, examples, batch) for r in results), (0,) * len(results)
+    known = [_folded("out", t, d, examples, batch) for t, d in zip(args[:KNOWN], in_dims, strict=False)]
+    results = op(*known, *folded)
+    # What is known comes back empty.
+    first = KNOWN if known[0] is not None else 0
+    found = [r if i < first else _unfolded(r, examples, batch) for i, r in enumerate(results)]
+    return tuple(found), tuple([None if i < first else 0 for i in range(len(found))])
 
 
 def twice_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[Any], args: Sequence[Any]) -> Batched:

@@ -65,6 +65,8 @@ FIXED = tuple(i for i, name in enumerate(Operands._fields) if name in ("alibi_sl
 _registering = threading.Lock()
 
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
+# (out, lse) where a forward made them.
+Known = tuple[Tensor, Tensor]
 Sources = tuple[Tensor | None, ...]
 
 
@@ -250,14 +252,15 @@ def _pull_backward(
     flags: Flags,
     operands: Operands,
     cotangents: Sequence[Tensor | None],
+    saved: Known,
     sources: tuple[Tensor | None, Tensor | None],
     wanted: Wanted,
 ) -> tuple[Tensor | None, Tensor | None, Gradients]:
-    """The gradients of B with respect to dout, dlse (`sources`) and the operands."""
+    """The gradients of B with respect to dout, dlse (`sources`) and the operands; `saved` are out and lse."""
     if all(c is None for c in cotangents):
         return None, None, Gradients()
     along = Tangents(*cotangents)
-    results = maps.tangent(kind, operands, flags, along)
+    results = maps.tangent(kind, operands, flags, along, saved)
     found = Gradients()
     if any(wanted):
         found = maps.twice(kind, operands, flags, along, results, *sources, wanted)
@@ -271,7 +274,7 @@ def _push_backward(
     flags: Flags,
     operands: Operands,
     tangents: Tangents,
-    saved: tuple[Tensor, Tensor],
+    saved: Known,
     sources: tuple[Tensor | None, Tensor | None],
     directions: tuple[Tensor | None, Tensor | None],
     wanted: Wanted,
@@ -281,7 +284,7 @@ def _push_backward(
     if any(d is not None for d in directions):
         parts.append(maps.backward(kind, operands, flags, *saved, *directions, wanted))
     if any(t is not None for t in tangents):
-        results = maps.tangent(kind, operands, flags, tangents)
+        results = maps.tangent(kind, operands, flags, tangents, saved)
         parts.append(maps.twice(kind, operands, flags, tangents, results, *sources, wanted))
     return _summed(parts, wanted)
 
@@ -364,8 +367,12 @@ def backward(
     return Gradients(*_op(kind, "_backward")(dout, dlse, out, lse, list(wanted), *_tensors(kind, operands), *flags))
 
 
-def _tangent_by_op(kind: Kind, operands: Operands, flags: Flags, tangents: Tangents) -> Four:
-    return cast("Four", tuple(_op(kind, "_tangent")(*tangents, *_tensors(kind, operands), *flags)))
+def _tangent_by_op(
+    kind: Kind, operands: Operands, flags: Flags, tangents: Tangents, known: Known | None = None
+) -> Four:
+    given = known or (None, None)
+    out, lse, *dots = _op(kind, "_tangent")(*given, *tangents, *_tensors(kind, operands), *flags)
+    return cast("Four", (*(known or (out, lse)), *dots))
 
 
 def _twice_by_op(
@@ -458,11 +465,11 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        dout, dlse, _, _, *tensors = ctx.saved_tensors
+        dout, dlse, out, lse, *tensors = ctx.saved_tensors
         needs, about = ctx.needs_input_grad[5:], ctx.about
         wanted = wanted_of(needs)
         ddout, ddlse, found = _pull_backward(
-            TRANSFORMED, about.kind, about.flags, Operands(*tensors), cotangents, (dout, dlse), wanted
+            TRANSFORMED, about.kind, about.flags, Operands(*tensors), cotangents, (out, lse), (dout, dlse), wanted
         )
         return None, ddout, ddlse, None, None, *scattered(found, wanted, len(needs))
 
@@ -480,24 +487,28 @@ class _Backward(torch.autograd.Function):
 
 
 class _Tangent(torch.autograd.Function):
-    """(out, lse, out', lse')."""
+    """(out, lse, out', lse'), the first two empty where they are known."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(about: _About, *tensors: Any) -> Four:
-        return _tangent_by_op(about.kind, Operands(*tensors[COUNT:]), about.flags, Tangents(*tensors[:COUNT]))
+    def forward(about: _About, *given: Any) -> Four:
+        known, tensors = given[:2], given[2:]
+        tangents, operands = tensors[:COUNT], _tensors(about.kind, Operands(*tensors[COUNT:]))
+        return cast("Four", tuple(_op(about.kind, "_tangent")(*known, *tangents, *operands, *about.flags)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
-        ctx.about, *tensors = inputs
-        _save(ctx, *output, *tensors)
+        ctx.about, out, lse, *tensors = inputs
+        plain = output[:2] if out is None else (out, lse)
+        _save(ctx, *plain, *output[2:], *tensors)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         results, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-        needs, about = ctx.needs_input_grad[1:], ctx.about
-        return None, *_pull_tangent(TRANSFORMED, about.kind, about.flags, tensors, results, cotangents, needs)
+        needs, about = ctx.needs_input_grad[3:], ctx.about
+        pulled = _pull_tangent(TRANSFORMED, about.kind, about.flags, tensors, results, cotangents, needs)
+        return None, None, None, *pulled
 
     jvp = staticmethod(_refuse_forward_twice)
 
@@ -547,8 +558,12 @@ def _backward_transformed(
     return Gradients(*_Backward.apply(about, dout, dlse, out, lse, *operands))  # type: ignore[no-untyped-call]
 
 
-def _tangent_transformed(kind: Kind, operands: Operands, flags: Flags, tangents: Tangents) -> Four:
-    return cast("Four", _Tangent.apply(_About(kind, flags), *tangents, *operands))  # type: ignore[no-untyped-call]
+def _tangent_transformed(
+    kind: Kind, operands: Operands, flags: Flags, tangents: Tangents, known: Known | None = None
+) -> Four:
+    given = known or (None, None)
+    out, lse, *dots = _Tangent.apply(_About(kind, flags), *given, *tangents, *operands)  # type: ignore[no-untyped-call]
+    return cast("Four", (*(known or (out, lse)), *dots))
 
 
 def _twice_transformed(
@@ -580,7 +595,8 @@ def register(library: torch.library.Library, kind: Kind) -> None:
     results = "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent)"
     gradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
     tags = (torch.Tag.pt2_compliant_tag,)
-    library.define(f"{kind}_tangent({along}, {schema(kind)}) -> {results}", tags=tags)
+    known = "Tensor? out, Tensor? lse"
+    library.define(f"{kind}_tangent({known}, {along}, {schema(kind)}) -> {results}", tags=tags)
     library.define(f"{kind}_twice({saved}, {along}, {schema(kind)}) -> {gradients}", tags=tags)
     for name, real, fake in (
         (f"{kind}_tangent", _tangent, _tangent_fake),
@@ -612,9 +628,11 @@ def _completed(kind: Kind) -> bool:
 
 
 def _save_tangent_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
+    out, lse, *rest = inputs
     count = COUNT + len(operand_names(kind))
-    ctx.save_for_backward(*output, *inputs[:count])
-    ctx.flags = inputs[count:]
+    plain = output[:2] if out is None else (out, lse)
+    ctx.save_for_backward(*plain, *output[2:], *rest[:count])
+    ctx.flags = rest[count:]
     ctx.set_materialize_grads(False)
 
 
@@ -622,19 +640,20 @@ def _pull_tangent_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple[
     names = operand_names(kind)
     results, tangents, given = ctx.saved_tensors[:4], ctx.saved_tensors[4 : 4 + COUNT], ctx.saved_tensors[4 + COUNT :]
     operands = Operands(**dict(zip(names, given, strict=True)))
-    needs = dict(zip(names, ctx.needs_input_grad[COUNT:], strict=False))
-    every = [*ctx.needs_input_grad[:COUNT], *[needs.get(name, False) for name in Operands._fields]]
+    of_tangents, of_operands = ctx.needs_input_grad[2 : 2 + COUNT], ctx.needs_input_grad[2 + COUNT :]
+    needs = dict(zip(names, of_operands, strict=False))
+    every = [*of_tangents, *[needs.get(name, False) for name in Operands._fields]]
     pulled = _pull_tangent(BY_OP, kind, Flags(*ctx.flags), (*tangents, *operands), results, cotangents, every)
     found = dict(zip(Operands._fields, pulled[COUNT:], strict=True))
-    return (*pulled[:COUNT], *[found[name] for name in names], *[None for _ in ctx.flags])
+    return (None, None, *pulled[:COUNT], *[found[name] for name in names], *[None for _ in ctx.flags])
 
 
 def save_backward_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save what the second derivatives of a backward op need."""
     del output
-    dout, dlse, _, _, wanted, *rest = inputs
+    dout, dlse, out, lse, wanted, *rest = inputs
     count = len(operand_names(kind))
-    ctx.save_for_backward(dout, dlse, *rest[:count])
+    ctx.save_for_backward(dout, dlse, out, lse, *rest[:count])
     ctx.flags, ctx.num_wanted = rest[count:], len(wanted)
     ctx.set_materialize_grads(False)
 
@@ -642,11 +661,13 @@ def save_backward_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: tupl
 def pull_backward_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     """The gradients of a backward op."""
     names = operand_names(kind)
-    dout, dlse, *given = ctx.saved_tensors
+    dout, dlse, out, lse, *given = ctx.saved_tensors
     operands = Operands(**dict(zip(names, given, strict=True)))
     needs = dict(zip(names, ctx.needs_input_grad[5:], strict=False))
     wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
-    ddout, ddlse, found = _pull_backward(BY_OP, kind, Flags(*ctx.flags), operands, cotangents, (dout, dlse), wanted)
+    ddout, ddlse, found = _pull_backward(
+        BY_OP, kind, Flags(*ctx.flags), operands, cotangents, (out, lse), (dout, dlse), wanted
+    )
     result = {n: g for n, g, want in zip(DIFFERENTIABLE, found, wanted, strict=True) if want}
     return (ddout, ddlse, None, None, None, *[result.get(name) for name in names], *[None for _ in ctx.flags])
 
@@ -658,24 +679,31 @@ def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProb
     return problem, cast("Differentiating", chosen)
 
 
-def _tangent(kind: Kind, *args: Any) -> Four:
+def _tangent(kind: Kind, out: Tensor | None, lse: Tensor | None, *args: Any) -> Four:
     tangents, (operands, flags) = Tangents(*args[:COUNT]), unpack(kind, args[COUNT:])
     problem, chosen = _choose(kind, operands, flags)
+    known = None if out is None or lse is None else (contiguous_last(heads_first(problem, out)), lse)
     with tracing.span(tracing.TANGENT, operands, chosen.name, problem):
-        out, lse, dot_out, dot_lse = chosen.forward_tangent(
-            problem, canonical(problem, operands), canonical_tangents(problem, tangents)
+        found, found_lse, dot_out, dot_lse = chosen.forward_tangent(
+            problem, canonical(problem, operands), canonical_tangents(problem, tangents), known
         )
-    return heads_first(problem, out), lse, heads_first(problem, dot_out), dot_lse
+    dots = heads_first(problem, dot_out), dot_lse
+    if known is not None:  # ops must not return what they are given
+        return operands.q.new_empty(0), operands.q.new_empty(0, dtype=problem.accumulate_dtype), *dots
+    return heads_first(problem, found), found_lse, *dots
 
 
-def _tangent_fake(kind: Kind, *args: Any) -> Four:
+def _tangent_fake(kind: Kind, out: Tensor | None, lse: Tensor | None, *args: Any) -> Four:
+    del lse
     operands, flags = unpack(kind, args[COUNT:])
     dispatch.require(flags.backend)
     problem = validation.describe(kind, operands, flags)
     new = operands.q.new_empty
-    outs = [new(problem.out_shape, dtype=problem.dtype) for _ in range(2)]
-    lses = [new(problem.lse_shape, dtype=problem.accumulate_dtype) for _ in range(2)]
-    return outs[0], lses[0], outs[1], lses[1]
+    shapes = (problem.out_shape, problem.lse_shape)
+    dtypes = (problem.dtype, problem.accumulate_dtype)
+    dot_out, dot_lse = (new(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    plain = [new(0 if out is not None else shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return plain[0], plain[1], dot_out, dot_lse
 
 
 def _twice(

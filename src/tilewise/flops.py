@@ -24,9 +24,9 @@ from tilewise.totals import lengths_of
 __all__ = ["tell_counters"]
 
 COUNTER = "torch.utils.flop_counter"
-# Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted. Tangent ops have five tangents,
-# twice ops also dout, dlse, the results with their tangents, and wanted.
-SAVED, ALONG, SAVED_TWICE = 5, 5, 12
+# Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted. Tangent ops have out, lse and
+# five tangents, twice ops dout, dlse, the results with their tangents, wanted and five tangents.
+SAVED, ALONG, SAVED_TWICE = 5, 7, 12
 
 
 def tell_counters() -> None:
@@ -72,10 +72,11 @@ def _backward(kind: Kind, *args: Any, out_val: Any = None) -> int:
 
 
 def _tangent(kind: Kind, *args: Any, out_val: Any = None) -> int:
-    """S and O, Q' K^T, Q K'^T, P V' and (P S') V."""
+    """S and O, unless it is known, Q' K^T, Q K'^T, P V' and (P S') V."""
     del out_val
     problem, pairs = _sizes(kind, args[ALONG:])
-    return 6 * pairs * problem.num_heads * (problem.head_dim + problem.head_dim_v)
+    of_values = 3 if args[0] is None else 2
+    return 2 * pairs * problem.num_heads * (3 * problem.head_dim + of_values * problem.head_dim_v)
 
 
 def _twice(kind: Kind, *args: Any, out_val: Any = None) -> int:

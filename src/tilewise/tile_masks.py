@@ -130,9 +130,10 @@ class TileMask:
         k_low, k_high = (q_low, q_high) if ids_k is None else _tile_ends(k)
         tiles = _unknown((batch, 1), lengths, q.device)
         q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
-        apart = (q_high < k_low) | (k_high < q_low) | (q_high < 0) | (k_high < 0)
-        same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low) & (q_low >= 0)
-        tiles = tiles.masked_fill(apart[:, None], EMPTY).masked_fill(same[:, None], FULL)
+        apart = (q_high < k_low) | (k_high < q_low) | (torch.minimum(q_high, k_high) < 0)
+        # Then the smallest and largest of both are one number.
+        same = (q_low == k_high) & (q_high == k_low) & (q_low >= 0)
+        tiles.masked_fill_(apart[:, None], EMPTY).masked_fill_(same[:, None], FULL)
         return _of_pairs(lambda b, _, i, j: (q[b, i] == k[b, j]) & (q[b, i] >= 0), *lengths, tiles)
 
     @classmethod
@@ -526,13 +527,14 @@ def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, 
     tiles = tiles.contiguous()
     known = _no_bits(tiles.device) if bits is None else bits
     parts, count = [known], len(known)
-    for some in (tiles == UNKNOWN).nonzero().split(at_once(tiles.device)):
+    unknown = (tiles == UNKNOWN).nonzero()
+    for some in unknown.split(at_once(tiles.device)) if len(unknown) else ():
         b, h, m, n = some.unbind(1)
         found = evaluate(b, h, m, n)
-        empty, full = (found == 0).all(2).all(1), (found == -1).all(2).all(1)
+        empty, full = (found == 0).flatten(1).all(1), (found == -1).flatten(1).all(1)
         partial = ~(empty | full)
-        numbers = partial.cumsum(0).to(torch.int32) - 1 + count
-        tiles[b, h, m, n] = torch.where(empty, EMPTY, torch.where(full, FULL, numbers)).to(torch.int32)
+        kinds = partial.cumsum(0, dtype=torch.int32).add_(count - 1)
+        tiles[b, h, m, n] = kinds.masked_fill_(empty, EMPTY).masked_fill_(full, FULL)
         parts.append(found[partial])
         count += len(parts[-1])
     return TileMask(tiles, torch.cat(parts) if len(parts) > 1 else known, seqlen_q, seqlen_k)
@@ -605,9 +607,11 @@ def _by_ranges(starts: Tensor, ends: Tensor, seqlen: int) -> Tensor:
 
 def _tile_ends(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and largest of each tile along the last dimension."""
-    at = _indices(torch.arange(num_tiles(numbers.shape[-1]), device=numbers.device), numbers.shape[-1])
-    grouped = numbers[..., at]
-    return grouped.amin(-1), grouped.amax(-1)
+    length = numbers.shape[-1]
+    if length % TILE:
+        numbers = torch.cat([numbers, numbers[..., -1:].expand(*numbers.shape[:-1], -length % TILE)], -1)
+    smallest, largest = numbers.unflatten(-1, (-1, TILE)).aminmax(dim=-1)
+    return smallest, largest
 
 
 def _listed(count: Tensor, indices: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ EMPTY, FULL = -2, -1
 # Queries whose bits share a word, and words of a key.
 WORD = 32
 WORDS = TILE // WORD
-# Words of a list of `_groups` before its entries.
+# Words of a list of groups before its entries.
 GROUPS_HEADER = 4
 
 
@@ -47,7 +47,7 @@ def num_tiles(length: int) -> int:
 
 class Sections(NamedTuple):
     """Where `lists_of` puts what, in words: the strides of heads, rows and columns of the first lists and where those
-    of columns begin; where the lists of `_groups` begin, and their strides of heads and rows; where the bits begin.
+    of columns begin; where the lists of groups begin, and their strides of heads and rows; where the bits begin.
     """
 
     head: int
@@ -80,48 +80,74 @@ def at_once(device: torch.device) -> int:
 
 def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
     """What GPU kernels walk, in one dimension: the tiles of a map (batch, heads, rows, columns) that are not empty, for
-    each sequence and head a list of each row, then of each column; then the lists of `_groups`; then the bits with
+    each sequence and head a list of each row, then of each column; then lists of rows in groups; then the bits with
     queries and keys exchanged (see `sections`). Nothing is read back from the device.
 
     A list is the number of its entries, a rank, then (tile, kind) of each entry in order, and is as long as if all were
     listed. The rank in list r is the row (column) with the r-th most entries. Of rows that are equal the last comes
     first and of columns the first: these are the longer ones under a causal mask.
+
+    The lists of groups have the longest row first, and the tiles that need a mask before the others: tiles with bits,
+    and the last tile of keys, which may not be whole. Such a list is the row, the number of its entries, of those with
+    a mask, and 0, then (tile, kind) of each entry. Both numbers are at least 1: a row without tiles has an empty one.
+
+    Launches take longer than the work, so pairs of words are written as numbers of 64 bits, and nothing that has the
+    size of the map is sorted.
     """
-    parts = []
-    for kinds, last_first in ((tiles, True), (tiles.transpose(2, 3), False)):
-        listed = kinds != EMPTY
-        order = (~listed).to(torch.int8).argsort(dim=-1, stable=True)
-        counts = listed.sum(-1, dtype=torch.int32)
-        ranked = (counts.flip(-1) if last_first else counts).argsort(dim=-1, descending=True, stable=True)
-        found = tiles.new_empty(*kinds.shape[:-1], 2 + 2 * kinds.shape[-1])
-        found[..., 0] = counts
-        found[..., 1] = kinds.shape[2] - 1 - ranked if last_first else ranked
-        found[..., 2::2] = order
-        found[..., 3::2] = kinds.gather(-1, order)
-        parts.append(found.flatten(2))
-        if last_first:
-            groups = _groups(kinds, found[..., 1].long())
-    turned = [_turned(some).flatten() for some in bits.split(at_once(bits.device))]
-    return torch.cat([torch.cat(parts, -1).flatten(), groups.flatten(), *turned])
+    batch, heads, rows, columns = tiles.shape
+    parts = sections((batch, heads, rows, columns))
+    found = tiles.new_empty(parts.bits + bits.numel())
+    pairs = found[: parts.bits].view(torch.int64)
+    lists, groups = pairs.split((parts.groups // 2, (parts.bits - parts.groups) // 2))
+    by_head = lists.view(batch, heads, parts.head // 2)
+    by_row = by_head[..., : parts.columns // 2].unflatten(-1, (rows, parts.row // 2))
+    by_column = by_head[..., parts.columns // 2 :].unflatten(-1, (columns, parts.column // 2))
+    # Of a square map the two directions have the same numbers.
+    places = torch.arange(max(rows, columns), dtype=torch.int64, device=tiles.device)
+    high = tiles.to(torch.int64) << WORD
+    listed = tiles != EMPTY
+    for kinds, entries, is_row in ((listed, by_row, True), (listed.transpose(2, 3), by_column, False)):
+        number, length = kinds.shape[2:]
+        at, line = places[:length], places[:number]
+        upto = kinds.cumsum(-1)
+        counts = upto[..., -1] if length else upto.sum(-1)
+        # Of the entries that are not listed each has a place too, after the others.
+        after = counts[..., None] + at - upto
+        values = high + at if is_row else high.transpose(2, 3) + at
+        entries[..., 1:].scatter_(-1, torch.where(kinds, upto - 1, after), values)
+        tie = line if is_row else number - 1 - line
+        ranked = (counts * number + tie).argsort(dim=-1, descending=True)
+        entries[..., 0] = counts + (ranked << WORD)
+        if is_row:
+            _put_groups(groups.view(batch, heads, rows, -1), tiles, kinds, upto, after, values, ranked)
+    offset = parts.bits
+    for some in bits.split(at_once(bits.device)) if len(bits) else ():
+        found[offset : offset + some.numel()].view(some.shape).copy_(_turned(some).reshape(some.shape))
+        offset += some.numel()
+    return found
 
 
-def _groups(kinds: Tensor, ranked: Tensor) -> Tensor:
-    """Lists of rows, the longest row first, with the tiles that need a mask before the others: tiles with bits, and the
-    last tile of keys, which may not be whole. A list is the row, the number of its entries, of those with a mask, and
-    0, then (tile, kind) of each entry. Both numbers are at least 1: a row without tiles has an empty one.
+def _put_groups(
+    groups: Tensor, tiles: Tensor, listed: Tensor, upto: Tensor, after: Tensor, values: Tensor, ranked: Tensor
+) -> None:
+    """Write the lists of groups (see lists_of). `upto` counts the listed tiles up to each, `after` are the places of
+    those that are not listed.
     """
-    columns = kinds.shape[-1]
-    is_last = torch.arange(columns, device=kinds.device) == columns - 1
-    listed = kinds != EMPTY
-    masked = (kinds >= 0) | (listed & is_last)
-    order = (2 - listed.to(torch.int8) - masked.to(torch.int8)).argsort(dim=-1, stable=True)
-    found = kinds.new_zeros(*kinds.shape[:-1], GROUPS_HEADER + 2 * columns)
-    found[..., 0] = torch.arange(kinds.shape[2], device=kinds.device)
-    found[..., 1] = listed.sum(-1).clamp_min(1)
-    found[..., 2] = masked.sum(-1).clamp_min(1)
-    found[..., GROUPS_HEADER::2] = order
-    found[..., GROUPS_HEADER + 1 :: 2] = kinds.gather(-1, order)
-    return found.gather(2, ranked[..., None].expand(found.shape))
+    if tiles.shape[3] == 0:
+        return
+    masked = tiles >= 0
+    masked[..., -1] |= listed[..., -1]
+    masked_upto = masked.cumsum(-1)
+    counts = masked_upto[..., -1:]
+    # Listed tiles without a mask follow those with one.
+    unmasked = counts + upto - masked_upto
+    at = torch.where(masked, masked_upto, torch.where(listed, unmasked, after + 1)) - 1
+    ordered = torch.empty_like(groups)
+    ordered[..., 2:].scatter_(-1, at, values)
+    ordered[..., 0] = upto[..., -1].clamp_min(1) << WORD
+    ordered[..., 1] = counts[..., 0].clamp_min(1)
+    groups.copy_(ordered.gather(2, ranked[..., None].expand(groups.shape)))
+    groups[..., 0] += ranked
 
 
 def _turned(bits: Tensor) -> Tensor:

@@ -417,9 +417,13 @@ class WrongHigher(ReferenceBackend):
         self.name = f"higher_{bug or 'correct'}"
 
     def forward_tangent(
-        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        out, lse, dot_out, dot_lse = super().forward_tangent(problem, operands, self._bent(tangents))
+        out, lse, dot_out, dot_lse = super().forward_tangent(problem, operands, self._bent(tangents), known)
         if self.bug == "lse_tangent_kept":
             dot_out = dot_out + dot_lse[..., None] * out
         return out, lse, dot_out, dot_lse

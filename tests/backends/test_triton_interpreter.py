@@ -313,7 +313,7 @@ def test_derivatives_in_boxes(flags: dict[str, Any], packed: bool, monkeypatch: 
         leaves = [t.requires_grad_() for t in (*operands, dout)]
 
         tile = configs.Config(16, 16, 4, 1, boxes=True)
-        with configs.overridden({"tangent": tile, "twice_dkdv": tile, "twice_dq": tile}):
+        with configs.overridden(dict.fromkeys(("tangent", "tangent_only", "twice_dkdv", "twice_dq"), tile)):
             q, k, v = leaves[:3]
             if packed:
                 out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)

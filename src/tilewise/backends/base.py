@@ -78,9 +78,15 @@ class Differentiating(Protocol):
     name: str
 
     def forward_tangent(
-        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(out, lse, out', lse') along canonical tangents; a row without keys has out' = 0 and lse' = 0."""
+        """(out, lse, out', lse') along canonical tangents; a row without keys has out' = 0 and lse' = 0. `known` are
+        (out, lse) where a forward made them: a backend may use and return them.
+        """
 
     def backward_twice(
         self,

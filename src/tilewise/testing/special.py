@@ -305,6 +305,7 @@ def _mixtures() -> dict[str, Case]:
         window=(50, None), alibi="bh", softcap=4.0, bias="1hqk", mask="b1qk", sinks=True, dropout=0.2,
         scale=0.158,
     )  # fmt: skip
+    dropped = Case(mask="bhqk", dropout=0.2, dtype=torch.bfloat16, seqlens_q=(33,), seqlens_k=(65,))
     return {
         "everything": everything,
         "everything_bf16_bshd": dataclasses.replace(everything, dtype=torch.bfloat16, layout="bshd"),
@@ -314,6 +315,8 @@ def _mixtures() -> dict[str, Case]:
         "everything_paged": dataclasses.replace(
             everything, kind="paged", seqlens_q=(65, 1, 7), seqlens_k=(111, 3, 7), dropout=0.0, shared_pages=True
         ),
+        "mask_and_dropout_256": dataclasses.replace(dropped, head_dim=136, head_dim_v=136),
+        "mask_and_dropout_512": dataclasses.replace(dropped, head_dim=264, head_dim_v=264, dtype=torch.float16),
         "head_dim_512": Case(head_dim=512, head_dim_v=512, causal=True, dtype=torch.bfloat16),
         "head_dim_320": Case(head_dim=320, head_dim_v=260, seqlens_q=(33,), seqlens_k=(65,)),
         "fp32_bias_and_sinks": Case(bias="bhqk", sinks=True, dtype=torch.bfloat16, side_dtype=torch.float32),

@@ -88,9 +88,14 @@ class CpuBackend:
         return launch_backward.backward(problem, operands, out, lse, dout, dlse, wanted)
 
     def forward_tangent(
-        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(out, lse, out', lse')."""
+        """(out, lse, out', lse'), all computed."""
+        del known
         from tilewise.backends.cpu import launch_higher
 
         return launch_higher.forward_tangent(problem, operands, tangents)

@@ -58,9 +58,14 @@ class ReferenceBackend:
         return "no tile is skipped: the mask hides scores that are all computed"
 
     def forward_tangent(
-        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(out, lse, out', lse')."""
+        """(out, lse, out', lse'), all computed."""
+        del known
         return derivatives.forward_tangent(problem, operands, tangents)
 
     def backward_twice(

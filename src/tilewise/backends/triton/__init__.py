@@ -30,13 +30,6 @@ MAX_HIGHER_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 WIDE_SINGLE_SMEM = 132096
 
 
-def _is_miscompiled(problem: AttentionProblem) -> bool:
-    """Whether dv of a second derivative may be wrong, as with Triton 3.6 on an H200. The interpreter is right."""
-    wide = max(problem.head_dim, problem.head_dim_v) > 64
-    masked = problem.mask_shape is not None or problem.tiles_shape is not None
-    return problem.higher and masked and wide and problem.dropout > 0.0 and problem.dtype != torch.float32
-
-
 class TritonBackend(GpuBackend):
     """Forward, backward, tangents, second derivatives and split-KV decode for dense, packed and paged problems."""
 
@@ -64,11 +57,6 @@ class TritonBackend(GpuBackend):
             return (
                 f"tangents (jvp) and second derivatives in {problem.dtype} take head_dim up to "
                 f"{MAX_HIGHER_DIM[problem.dtype]}, not {widest}: their tiles do not fit registers and shared memory"
-            )
-        if device.type == "cuda" and _is_miscompiled(problem):
-            return (
-                "tangents (jvp) and second derivatives in 16 bits take no mask together with dropout if heads are "
-                "wider than 64: their kernel gave a wrong dv on an H200. Leave one out, or call in float32"
             )
         if (reason := too_long(problem)) is not None:
             return reason
@@ -133,12 +121,16 @@ class TritonBackend(GpuBackend):
         return super().bind_forward(problem, operands, want_lse=want_lse)
 
     def forward_tangent(
-        self, problem: AttentionProblem, operands: Operands, tangents: Tangents
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        tangents: Tangents,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(out, lse, out', lse'); see Differentiating."""
         from tilewise.backends.triton import launch_higher
 
-        return launch_higher.forward_tangent(problem, operands, tangents)
+        return launch_higher.forward_tangent(problem, operands, tangents, known)
 
     def backward_twice(
         self,

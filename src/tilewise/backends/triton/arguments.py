@@ -222,12 +222,13 @@ def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> 
 
 
 def stat_descriptors(plan: Plan, config: Config, passes: Passes = ONCE) -> dict[str, Any]:
-    """Descriptors of the backward's statistics, or None for all. Used under a causal mask or window and for heads up
-    to 64 wide, where they are faster, if whole tiles are stored; times in bench/results/triton-tiles.csv.
+    """Descriptors of the backward's statistics, or None for all. Used under a causal mask, window or tile mask and for
+    heads up to 64 wide, where they are faster, if whole tiles are stored; times in bench/results/triton-tiles.csv.
     """
     statistics, traits = STATISTICS[: passes.num_stats], plan.traits
     count = workspace_rows(plan, 0)[1]
-    pays = traits.HAS_LEFT or traits.HAS_RIGHT or max(traits.BLOCK_D, traits.BLOCK_DV) <= 64
+    masked = traits.HAS_LEFT or traits.HAS_RIGHT or plan.problem.tiles_shape is not None
+    pays = masked or max(traits.BLOCK_D, traits.BLOCK_DV) <= 64
     whole = plan.problem.kind == "dense" or traits.PACKED_Q
     on = (config.descriptors or config.boxes) and pays and whole and count < 2**31
     return {
@@ -409,7 +410,7 @@ def row_bytes(plan: Plan, direction: Pass) -> int:
     """Bytes of a streamed row of one K/V head: q and dout of its group, or K and V, with their tangents."""
     problem = plan.problem
     row = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    if direction in ("tangent", TWICE.dq):
+    if direction in ("tangent", "tangent_only", TWICE.dq):
         return 2 * row
     if direction == TWICE.dkdv:
         row += problem.head_dim * problem.dtype.itemsize

@@ -70,6 +70,14 @@ from tilewise.backends.triton.primitives import (
 
 
 @triton.jit
+def probability(scores, lse_rows, scalars, T: tl.constexpr):
+    """P of scores, in the unit of which `lse_rows` are."""
+    if T.TRANSFORMED:
+        return tl.exp2((scores - lse_rows) * LOG2E)
+    return tl.exp2(scores * (scalars.scale * LOG2E) - lse_rows)
+
+
+@triton.jit
 def probabilities(
     dots, lse_rows, m_idx, n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE: tl.constexpr, T: tl.constexpr
 ):
@@ -78,12 +86,10 @@ def probabilities(
 
     `lse_rows` broadcasts against the tile like `m_idx`.
     """
+    scores, capped = dots, dots
     if T.TRANSFORMED:
         scores, capped = natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
-        p = tl.exp2((scores - lse_rows) * LOG2E)
-    else:
-        capped = dots
-        p = tl.exp2(dots * (scalars.scale * LOG2E) - lse_rows)
+    p = probability(scores, lse_rows, scalars, T)
     if EDGE:
         p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
     return p, capped

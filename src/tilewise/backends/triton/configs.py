@@ -7,7 +7,6 @@ behind rows and constants are in bench/results/triton-tiles.csv; the id is "tabl
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -18,7 +17,7 @@ from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
 Pass = Literal[
-    "forward", "dkdv", "dq", "decode", "dbias", "tangent", "twice_dkdv", "twice_dq", "twice_dbias"
+    "forward", "dkdv", "dq", "decode", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq", "twice_dbias"
 ]  # fmt: skip
 
 
@@ -155,19 +154,23 @@ _HOPPER_PLAIN: dict[Kind, Table] = {
 }
 
 # Plain scores under a tile mask. Queries stay in shared memory: at head_dim 64, results are wrong with queries held in
-# registers, which ptxas uses for something else. The tiles of the backward were not measured.
+# registers, which ptxas uses for something else.
 _HOPPER_LISTED: dict[Pass, Table] = {
     "forward": {
         64: Config(64, 128, 4, 2, boxes=True),
         128: Config(64, 64, 4, 3, boxes=True),
     },
     "dkdv": {
-        64: _HOPPER["dkdv"][64],
-        128: Config(64, 64, 8, 2, descriptors=True),
+        # Beats two stages, a late dP, and twice the keys or queries.
+        64: Config(64, 64, 4, 3, descriptors=True),
+        # Twice as fast as eight warps. Beats a late dP, half the queries, and twice the keys.
+        128: Config(64, 64, 4, 2, descriptors=True),
     },
     "dq": {
-        64: Config(128, 64, 8, 3, descriptors=True),
-        128: _HOPPER["dq"][128],
+        # 1.4 times as fast as eight warps with twice the rows. Beats two stages, and twice the keys or rows.
+        64: Config(64, 64, 4, 3, descriptors=True),
+        # Beats two stages, four warps with half the rows but for few tiles, and twice the keys.
+        128: Config(128, 64, 8, 3, descriptors=True),
     },
 }
 
@@ -355,9 +358,8 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
     },
 }
 
-_overrides: contextvars.ContextVar[Mapping[Pass, Config] | None] = contextvars.ContextVar(
-    "tilewise_triton_configs", default=None
-)
+# The rows replaced at present; the last of the list count. In all threads: autograd runs a backward in its own.
+_overrides: list[Mapping[Pass, Config]] = []
 
 
 def choose(
@@ -377,14 +379,19 @@ def choose(
     if itemsize == 1:
         return (_QUANTISED_HOPPER if device.has_wgmma else _QUANTISED)[direction][width]
     if itemsize == 4:
-        return _SINGLE[direction][width]
+        return _rows(_SINGLE, direction)[width]
     if device.has_wgmma and "listed" in kinds and not rich and width in _HOPPER_LISTED[direction]:
         return _HOPPER_LISTED[direction][width]
     if direction == "forward" and device.has_wgmma and not rich:
         for kind in kinds:
             if width in _HOPPER_PLAIN.get(kind, {}):
                 return _HOPPER_PLAIN[kind][width]
-    return (_RICH if rich else _plain_table(device))[direction][width]
+    return _rows(_RICH if rich else _plain_table(device), direction)[width]
+
+
+def _rows(table: dict[Pass, Table], direction: Pass) -> Table:
+    """The rows of a pass. Tangents alone take the tiles of tangents with results, unless they have their own."""
+    return table["tangent" if direction == "tangent_only" and direction not in table else direction]
 
 
 def within_pages(config: Config, page_size: int) -> Config:
@@ -402,18 +409,18 @@ def _plain_table(device: DeviceSpec) -> dict[Pass, Table]:
 
 
 def overrides() -> Mapping[Pass, Config] | None:
-    """The rows replaced in this context, if any."""
-    return _overrides.get()
+    """The rows replaced at present, if any."""
+    return _overrides[-1] if _overrides else None
 
 
 @contextlib.contextmanager
 def overridden(configs: Mapping[Pass, Config]) -> Iterator[None]:
-    """Replace the configurations of some passes within a block, for experiments."""
-    token = _overrides.set(configs)
+    """Replace the configurations of some passes within a block, for experiments; in every thread."""
+    _overrides.append(configs)
     try:
         yield
     finally:
-        _overrides.reset(token)
+        _overrides.pop()
 
 
 def heads_per_wave(device: DeviceSpec, bytes_per_head: int, group_size: int) -> int:
@@ -528,7 +535,7 @@ def is_rich(problem: AttentionProblem, direction: str) -> bool:
     In the backward a pointer for each row of small pages counts too. The forward looks pages up one tile ahead and
     keeps the larger tile, which is faster. Tangents and second derivatives test each tile of a tile mask.
     """
-    tested = problem.tiles_shape if direction in ("tangent", "twice_dkdv", "twice_dq") else None
+    tested = problem.tiles_shape if direction in ("tangent", "tangent_only", "twice_dkdv", "twice_dq") else None
     extras = (problem.bias_shape, problem.mask_shape, problem.softcap, tested)
     small_pages = direction != "forward" and problem.page_size is not None and problem.page_size % LARGEST_TILE != 0
     return problem.dropout > 0.0 or small_pages or any(extra is not None for extra in extras)

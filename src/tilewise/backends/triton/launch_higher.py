@@ -38,7 +38,7 @@ from tilewise.backends.triton.arguments import (
     work_address,
     workspace_words,
 )
-from tilewise.backends.triton.configs import Config
+from tilewise.backends.triton.configs import Config, is_exact
 from tilewise.backends.triton.planning import Along, Plan, plan_for
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
@@ -47,21 +47,28 @@ from tilewise.problem import AttentionProblem
 # The names of the tangents in a pass.
 DOTS = tuple(f"dot_{name}" for name in Tangents._fields)
 TANGENT_GIVEN = (*Operands._fields, *DOTS)
-RESULTS = ("out", "lse", "dot_out", "dot_lse")
+PLAIN, RESULTS = ("out", "lse"), ("out", "lse", "dot_out", "dot_lse")
 TWICE_GIVEN = ("dout", "dlse", *RESULTS, *TANGENT_GIVEN)
 KEYS = ("k", "v", "dot_k", "dot_v")
 
 
 def forward_tangent(
-    problem: AttentionProblem, operands: Operands, tangents: Tangents
+    problem: AttentionProblem, operands: Operands, tangents: Tangents, known: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, out', lse') of canonical operands and tangents."""
-    given = (*launch.seeded(operands), *tangents)
+    """(out, lse, out', lse') of canonical operands and tangents; the first two are `known`, or computed."""
+    if is_exact(problem):  # the tangents of scores that P is not recomputed from
+        known = None
+    given = (*launch.seeded(operands), *tangents, *(known or (None, None)))
     made = launching.bound_to(_pass("tangent"), problem, given, operands.q).run(given)
-    out, lse, dot_out, dot_lse = (made[name] for name in RESULTS)
-    out, dot_out = launching.heads_first(problem, out), launching.heads_first(problem, dot_out)
-    if problem.batch == 0 or problem.seqlen_q == 0:
-        return out.zero_(), lse.fill_(float("-inf")), dot_out.zero_(), dot_lse.zero_()
+    dot_out, dot_lse = launching.heads_first(problem, made["dot_out"]), made["dot_lse"]
+    nothing = problem.batch == 0 or problem.seqlen_q == 0
+    if nothing:
+        dot_out, dot_lse = dot_out.zero_(), dot_lse.zero_()
+    if known is not None:
+        return *known, dot_out, dot_lse
+    out, lse = launching.heads_first(problem, made["out"]), made["lse"]
+    if nothing:
+        out, lse = out.zero_(), lse.fill_(float("-inf"))
     return out, lse, dot_out, dot_lse
 
 
@@ -99,14 +106,16 @@ def _pass(name: str) -> Any:
 
 
 def _prepare_tangent(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> Pass:
-    views = named_views(TANGENT_GIVEN, raw)
-    results = tangent_allocations(problem)
+    given = (*TANGENT_GIVEN, *PLAIN)
+    views = named_views(given, raw)
+    known = "out" in views
+    results = {name: made for name, made in tangent_allocations(problem).items() if name not in views}
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    calls = tangent_calls(problem, device, views | {name: made.view for name, made in results.items()})
-    words = list_size(listed_tiles(plan, "tangent")) if problem.kind == "varlen" else 0
+    calls = tangent_calls(problem, device, views | {name: made.view for name, made in results.items()}, known)
+    words = list_size(listed_tiles(plan, _tangent_pass(known))) if problem.kind == "varlen" else 0
     workspace = Allocation.contiguous((words,), torch.float32) if words else None
     made = launching.in_layout(problem, results) | {"workspace": workspace}
-    return Pass(calls, TANGENT_GIVEN, made, device, index, read=RESULTS, copied=copied(views))
+    return Pass(calls, given, made, device, index, read=RESULTS, copied=copied(views))
 
 
 _kept_tangent = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_tangent)
@@ -123,23 +132,32 @@ def tangent_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
     return plain | {f"dot_{name}": allocation for name, allocation in plain.items()}
 
 
-def tangent_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
-    """The tangent kernel, preceded for packed sequences by the kernel that lists their tiles."""
+def _tangent_pass(known: bool) -> configs.Pass:
+    return "tangent_only" if known else "tangent"
+
+
+def tangent_calls(
+    problem: AttentionProblem, device: DeviceSpec, views: dict[str, View], known: bool
+) -> list[KernelCall]:
+    """The tangent kernel, preceded for packed sequences by the kernel that lists their tiles. `known`: out and lse are
+    read, not written.
+    """
     if 0 in (problem.batch, problem.seqlen_q):
         return []
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
-    config = plan.config("tangent")
+    direction = _tangent_pass(known)
+    config = plan.config(direction)
     arguments = score_arguments(plan, views) | tangent_arguments(plan, views)
     arguments |= {name: query_rows(plan, name, views[name]) for name in ("out", "dot_out")}
     arguments |= {name: stat_rows(plan, name, views[name]) for name in ("lse", "dot_lse")}
     arguments |= {name: single_address(views, name) for name in ("sinks", "dot_sinks")}
     arguments |= box_descriptors(plan, arguments, config, ("q", "dot_q", "out", "dot_out"), KEYS)
     listed = problem.kind == "varlen"
-    arguments["work"] = launch.WORK if listed else None
-    call = _over_queries(plan, tangent.tangent_kernel, arguments, config, "tangent")
+    arguments |= {"work": launch.WORK if listed else None, "KNOWN": known}
+    call = _over_queries(plan, tangent.tangent_kernel, arguments, config, direction)
     if not listed:
         return [call]
-    return [list_call(problem, launch.WORK, config.block_m, together=walked_together(plan, "tangent")), call]
+    return [list_call(problem, launch.WORK, config.block_m, together=walked_together(plan, direction)), call]
 
 
 def _prepare_twice(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
@@ -235,6 +253,6 @@ def calls_of(
     views = operand_views(problem, packed_queries=problem.seqlen_q > 1)
     views |= {f"dot_{name}": views[name] for name in along if name in views}
     views |= {name: allocation.view for name, allocation in tangent_allocations(problem).items()}
-    calls = tangent_calls(problem, device, views)
+    calls = [call for known in (False, True) for call in tangent_calls(problem, device, views, known)]
     wanted = Wanted(dbias=problem.bias_shape is not None, dsinks=problem.has_sinks)
     return calls + twice_calls(problem, device, views | {"dout": views["out"]}, wanted)

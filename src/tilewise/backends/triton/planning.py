@@ -256,8 +256,6 @@ def traits_of(
     """The compile-time facts of `problem` on a device."""
     left, right = problem.band
     width, width_v = tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8))
-    if problem.higher:  # one width for all: unequal ones were not run on a GPU with the present kernels
-        width = width_v = max(width, width_v)
     q_rows, k_rows, v_rows = (block or 0 for block in problem.scale_blocks)
     return Traits(
         PACKED_Q=packed_q,

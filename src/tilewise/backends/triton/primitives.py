@@ -427,8 +427,26 @@ def natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, CHECK
     if T.HAS_BIAS:
         scores += load_columns(bias_rows, bias_stride, n_idx, seqlen_k, CHECK).to(tl.float32)
     if T.HAS_MASK:
-        scores = tl.where(load_columns(mask_rows, mask_stride, n_idx, seqlen_k, CHECK) != 0, scores, NEG_INF)
+        seen = load_columns(mask_rows, mask_stride, n_idx, seqlen_k, CHECK)
+        if T.HAS_DROPOUT:
+            seen = unrelated(seen, T)
+        scores = tl.where(seen != 0, scores, NEG_INF)
     return scores, capped
+
+
+@triton.jit
+def unrelated(octets, T: tl.constexpr):
+    """The same bytes, by an instruction through which Triton does not trace the operand of a product.
+
+    Triton lays out an operand by the narrowest load that it is computed from, and halves that width once if dropout
+    bits are joined on the way: 16, 8 or, with a mask of bytes and dropout, 4 bits. In the layout for 4 bits, products
+    over 16 rows or keys come out wrong (mma.sync in Triton 3.6 and 3.7): half of the terms count twice.
+    """
+    if T.INTERPRETED:
+        return octets
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [octets], dtype=octets.dtype, is_pure=False, pack=4
+    )  # fmt: skip
 
 
 @triton.jit

@@ -5,6 +5,10 @@ of a bias, and keeps two more sums: P S' of a row, and P ((S' - mean) v + v'). `
 which ends as lse'. Without it the part of S' that all keys of a row share would be rounded in products of 16 bits, and
 cancel only afterwards. When `mean` moves, the sum is corrected by that much of P v.
 
+KNOWN: out and lse are given, as in a second derivative. Then P needs no running maximum, and P v is not summed again.
+So `mean` cannot move: it is that of the first tile of which a row sees anything, which takes away what all keys share,
+and the difference from lse' times out is subtracted at the end.
+
 A tangent that is None is zero, and its products are not computed. Programs, tiles and lists of packed sequences are
 those of the forward.
 """
@@ -19,6 +23,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.gpu.work_list import clear_rows, listed_item
+from tilewise.backends.triton.backward import probability
 from tilewise.backends.triton.forward import finish, initial_state, plain_step, with_endless_sinks
 from tilewise.backends.triton.listed import EMPTY, hide_scores, kind_at
 from tilewise.backends.triton.primitives import (
@@ -38,6 +43,7 @@ from tilewise.backends.triton.primitives import (
     load_columns,
     load_keys,
     load_rows,
+    lse_in_log2,
     natural_scores,
     page_base,
     query_span,
@@ -52,6 +58,22 @@ from tilewise.backends.triton.primitives import (
 
 # Elements of lse' that a program clears at a time.
 CLEARED = tl.constexpr(1024)
+
+
+@triton.jit
+def query_item(work, lengths, sizes, BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """(first query, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k) of the program of a query tile."""
+    if work is not None:
+        num_blocks = sizes.total_q // BLOCK_M + sizes.batch
+        block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
+            work, num_blocks, sizes.num_heads, sizes.heads_per_wave
+        )
+    else:
+        num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
+        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
+        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
+        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
+    return block * BLOCK_M, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k
 
 
 @triton.jit
@@ -154,10 +176,22 @@ def row_mean(sums, row_sum):
 
 
 @triton.jit
+def sink_share(sinks, head, lse, T: tl.constexpr):
+    """The probability of a row's sink. Of a sink of +inf, lse is +inf too."""
+    if T.HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        share = tl.exp2((sink - tl.where(lse == sink, 0.0, lse)) * LOG2E)
+        return tl.where(lse == sink, tl.where(sink == NEG_INF, 0.0, 1.0), share)
+    else:
+        return 0.0
+
+
+@triton.jit
 def tangent_step(
     state, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q, seqlen_k,
     full_begin, full_end, column_bits, kind,
-    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
+    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr, A: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Advance the state of a query tile (see tangent_loop) by the keys first..first+BLOCK_N. `kind` is that of the tile
     in a tile mask.
@@ -185,44 +219,56 @@ def tangent_step(
         scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
     if column_bits is not None:
         scores = hide_scores(scores, column_bits, kind, m_idx[:, None], n_idx)
-    tops = tl.max(scores, 1)
-    if T.TRANSFORMED:
-        p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
+    if KNOWN:
+        p = probability(scores, row_max[:, None], scalars, T)
     else:
-        p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scalars.scale * LOG2E, T)
+        tops = tl.max(scores, 1)
+        if T.TRANSFORMED:
+            p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
+        else:
+            p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scalars.scale * LOG2E, T)
+        dot_sum = dot_sum * alpha
     score = products
+    tile_sum = tl.zeros_like(dot_sum)
     if A.Q or A.K or A.BIAS:
         _, score = score_tangents(products, p, capped, dot_bias, n_idx, seqlen_k, scalars, EDGE or BOXED, A, T)
-        dot_sum = dot_sum * alpha + tl.sum(p * score, 1)
+        tile_sum = tl.sum(p * score, 1)
+    dot_sum += tile_sum
+    if KNOWN:
+        seen = tl.sum(p, 1)
+        mean = tl.where(row_sum == 0.0, row_mean(tile_sum, seen), mean)
+        row_sum += seen
     else:
-        dot_sum = dot_sum * alpha
-    new_mean = row_mean(dot_sum, row_sum)
-    dot_acc = (dot_acc + (mean - new_mean)[:, None] * acc) * alpha[:, None]
-    acc = acc * alpha[:, None]
+        new_mean = row_mean(dot_sum, row_sum)
+        dot_acc = (dot_acc + (mean - new_mean)[:, None] * acc) * alpha[:, None]
+        acc = acc * alpha[:, None]
+        mean = new_mean
     v_tile = load_source(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     kept = p
     if T.HAS_DROPOUT:
         keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
         kept = tl.where(keep, p, 0.0)
     weights = kept.to(v_tile.dtype)
-    acc = dot_add(weights, v_tile, acc, T)
-    if A.Q or A.K or A.BIAS or A.SINKS:
-        dot_acc = dot_add((kept * (score - new_mean[:, None])).to(v_tile.dtype), v_tile, dot_acc, T)
+    if not KNOWN:
+        acc = dot_add(weights, v_tile, acc, T)
+    if A.Q or A.K or A.BIAS or (A.SINKS and not KNOWN):
+        dot_acc = dot_add((kept * (score - mean[:, None])).to(v_tile.dtype), v_tile, dot_acc, T)
     if A.V:
         dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
         dot_acc = dot_add(weights, dot_v_tile, dot_acc, T)
-    return acc, dot_acc, row_max, row_sum, dot_sum, new_mean
+    return acc, dot_acc, row_max, row_sum, dot_sum, mean
 
 
 @triton.jit
 def tangent_loop(
     state, q_tile, dot_q_tile, sources, place, terms, dot_bias, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
     gap_end, end, full_begin, full_end, tile_map, column_bits,
-    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
+    EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr, A: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Advance a query tile over the keys begin..gap_begin and gap_end..end. EDGE tiles are masked. BOXED: so are those
     that are not between full_begin and full_end. Tiles that a tile mask hides are skipped. The state: sums of P v and
-    P ((S' - mean) v + v'), row_max, row_sum, sum of P S', mean.
+    P ((S' - mean) v + v'), row_max, row_sum, sum of P S', mean. If KNOWN, the first is 0 and row_max is lse.
     """
     acc, dot_acc, row_max, row_sum, dot_sum, mean = state
     m_first, _m_idx, head, batch_idx = place
@@ -239,12 +285,12 @@ def tangent_loop(
                 if kind != EMPTY:
                     acc, dot_acc, row_max, row_sum, dot_sum, mean = tangent_step(
                         now, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q,
-                        seqlen_k, full_begin, full_end, column_bits, kind, EDGE, BOXED, BLOCK_N, A, T
+                        seqlen_k, full_begin, full_end, column_bits, kind, EDGE, BOXED, BLOCK_N, KNOWN, A, T
                     )  # fmt: skip
             else:
                 acc, dot_acc, row_max, row_sum, dot_sum, mean = tangent_step(
                     now, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q,
-                    seqlen_k, full_begin, full_end, None, 0, EDGE, BOXED, BLOCK_N, A, T
+                    seqlen_k, full_begin, full_end, None, 0, EDGE, BOXED, BLOCK_N, KNOWN, A, T
                 )  # fmt: skip
             if T.PAGED:
                 following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
@@ -253,11 +299,12 @@ def tangent_loop(
 
 
 @triton.jit
-def clear_tails(out, lse, dot_out, dot_lse, lengths, sizes, T: tl.constexpr):
+def clear_tails(out, lse, dot_out, dot_lse, lengths, sizes, KNOWN: tl.constexpr, T: tl.constexpr):
     """Rows of packed results that belong to no sequence, with all programs together: -inf in lse, 0 in the others."""
     begin = tl.load(lengths.cu_seqlens_q + sizes.batch)
     width = sizes.num_heads * T.HEAD_DIM_V
-    clear_rows(out.ptr, lse.ptr, begin, sizes.total_q, sizes.num_heads, width)
+    if not KNOWN:
+        clear_rows(out.ptr, lse.ptr, begin, sizes.total_q, sizes.num_heads, width)
     clear_rows(dot_out.ptr, None, begin, sizes.total_q, sizes.num_heads, width)
     for row in range(begin + tl.program_id(0), sizes.total_q, tl.num_programs(0)):
         for first in range(0, sizes.num_heads, CLEARED):
@@ -271,23 +318,13 @@ def tangent_kernel(
     q, k, v, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dot_q_desc, dot_k_desc, dot_v_desc, out_desc, dot_out_desc,
     out, lse, dot_out, dot_lse, bias, dot_bias, mask, tile_map, column_bits, alibi_slopes, sinks, dot_sinks, seed_ptr,
     lengths, work, sizes, band, scalars,
-    T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
-    """Compute out, lse and their tangents of one (query tile, head, sequence)."""
+    """Compute out, lse and their tangents of one (query tile, head, sequence); if KNOWN, only the tangents."""
     BOXED: tl.constexpr = q_desc is not None
     if T.PACKED_Q:
-        clear_tails(out, lse, dot_out, dot_lse, lengths, sizes, T)
-    if work is not None:
-        num_blocks = sizes.total_q // BLOCK_M + sizes.batch
-        block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
-            work, num_blocks, sizes.num_heads, sizes.heads_per_wave
-        )
-    else:
-        num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
-        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
-        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
-        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
-    m_first = block * BLOCK_M
+        clear_tails(out, lse, dot_out, dot_lse, lengths, sizes, KNOWN, T)
+    m_first, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = query_item(work, lengths, sizes, BLOCK_M, T)
     if m_first >= seqlen_q:
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
@@ -308,46 +345,65 @@ def tangent_kernel(
         )
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_idx[:, None], seqlen_q)
+    lse_at = head_base(lse, batch_idx, head, q_start, T.PACKED_Q) + m_idx * lse.stride_row
     row_max, row_sum = initial_state(sinks, head, True, scalars, BLOCK_M, T)
     dot_sum = tl.zeros([BLOCK_M], tl.float32)
     if A.SINKS:
         dot_sum = tl.where(row_sum > 0.0, tl.load(dot_sinks + head).to(tl.float32), dot_sum)
-    mean = row_mean(dot_sum, row_sum)
-    state = (zeros(BLOCK_M, T.BLOCK_DV), zeros(BLOCK_M, T.BLOCK_DV), row_max, row_sum, dot_sum, mean)
+    if KNOWN:
+        known_lse = tl.load(lse_at, mask=m_idx < seqlen_q, other=float("inf"))
+        dot_sum = dot_sum * sink_share(sinks, head, known_lse, T)
+        row_max = tl.where(known_lse == NEG_INF, float("inf"), known_lse if T.TRANSFORMED else lse_in_log2(known_lse))
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        state = (0.0, zeros(BLOCK_M, T.BLOCK_DV), row_max, row_sum, dot_sum, row_sum)
+    else:
+        mean = row_mean(dot_sum, row_sum)
+        state = (zeros(BLOCK_M, T.BLOCK_DV), zeros(BLOCK_M, T.BLOCK_DV), row_max, row_sum, dot_sum, mean)
     place = (m_first, m_idx, head, batch_idx)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     if BOXED:
         state = tangent_loop(
             state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
-            end, end, end, full_begin, full_end, tile_map, column_bits, False, True, BLOCK_N, A, T
+            end, end, end, full_begin, full_end, tile_map, column_bits, False, True, BLOCK_N, KNOWN, A, T
         )  # fmt: skip
     else:
         state = tangent_loop(
             state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k,
             full_begin, full_end, full_end, full_end, full_begin, full_end, tile_map, column_bits, False, False,
-            BLOCK_N, A, T
+            BLOCK_N, KNOWN, A, T
         )  # fmt: skip
         state = tangent_loop(
             state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
-            full_begin, full_end, end, full_begin, full_end, tile_map, column_bits, True, False, BLOCK_N, A, T
+            full_begin, full_end, end, full_begin, full_end, tile_map, column_bits, True, False, BLOCK_N, KNOWN,
+            A, T
         )  # fmt: skip
 
-    acc, dot_acc, row_max, row_sum, dot_sum, _mean = state
-    result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
-    dot_result = row_mean(dot_acc, row_sum[:, None])
-    if T.HAS_DROPOUT:
-        dot_result = dot_result * scalars.keep_scale
-    if out_desc is not None:
-        query_place = box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
-        store_box(out_desc, query_place, m_first, result)
-        store_box(dot_out_desc, query_place, m_first, dot_result)
+    acc, dot_acc, row_max, row_sum, dot_sum, mean = state
+    dot_lse_rows = dot_sum
+    if KNOWN:
+        if T.HAS_DROPOUT:
+            dot_acc = dot_acc * scalars.keep_scale
+        out_tile = load_query_tile(
+            out, out_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
+        )
+        dot_result = dot_acc + (mean - dot_sum)[:, None] * out_tile.to(tl.float32)
     else:
-        out_base = head_base(out, batch_idx, head, q_start, T.PACKED_Q)
-        store_rows(result, out_base, out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)
+        result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
+        dot_lse_rows = row_mean(dot_sum, row_sum)
+        dot_result = row_mean(dot_acc, row_sum[:, None])
+        if T.HAS_DROPOUT:
+            dot_result = dot_result * scalars.keep_scale
+        if out_desc is not None:
+            store_box(out_desc, box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q), m_first, result)
+        else:
+            out_base = head_base(out, batch_idx, head, q_start, T.PACKED_Q)
+            store_rows(result, out_base, out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)
+        tl.store(lse_at, with_endless_sinks(lse_rows, T), mask=m_idx < seqlen_q)
+    if dot_out_desc is not None:
+        store_box(dot_out_desc, box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q), m_first, dot_result)
+    else:
         dot_out_base = head_base(dot_out, batch_idx, head, q_start, T.PACKED_Q)
         store_rows(dot_result, dot_out_base, dot_out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)
-    lse_base = head_base(lse, batch_idx, head, q_start, T.PACKED_Q)
     dot_lse_base = head_base(dot_lse, batch_idx, head, q_start, T.PACKED_Q)
-    tl.store(lse_base + m_idx * lse.stride_row, with_endless_sinks(lse_rows, T), mask=m_idx < seqlen_q)
-    tl.store(dot_lse_base + m_idx * dot_lse.stride_row, row_mean(dot_sum, row_sum), mask=m_idx < seqlen_q)
+    tl.store(dot_lse_base + m_idx * dot_lse.stride_row, dot_lse_rows, mask=m_idx < seqlen_q)

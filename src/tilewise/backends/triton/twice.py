@@ -56,6 +56,7 @@ from tilewise.backends.triton.tangent import (
     load_source,
     page_table,
     product_tangents,
+    query_item,
     score_tangents,
 )
 
@@ -422,17 +423,7 @@ def second_query_kernel(
 ):  # fmt: skip
     """Write dQ of one (query tile, head, sequence)."""
     BOXED: tl.constexpr = q_desc is not None
-    if work is not None:
-        num_blocks = sizes.total_q // BLOCK_M + sizes.batch
-        block, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = listed_item(
-            work, num_blocks, sizes.num_heads, sizes.heads_per_wave
-        )
-    else:
-        num_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
-        block, head, batch_idx = work_item(num_blocks, sizes.num_heads, sizes, T.HAS_RIGHT)
-        q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
-        k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
-    m_first = block * BLOCK_M
+    m_first, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k = query_item(work, lengths, sizes, BLOCK_M, T)
     if m_first >= seqlen_q:
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
