@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         scale: float | None
         deterministic: bool | None
         backend: str
+        out: Tensor | None
 
     class Random(Common, total=False):
         """`Common` and dropout."""
@@ -78,6 +79,7 @@ Attended = Tensor | Fp8Tensor
 # The index tensors (the operands between v and bias) of a call that has none.
 NO_INDICES = (None,) * Operands._fields.index("bias")
 MASK = Operands._fields.index("mask")
+NOTHING = (None,) * Operands._fields.index("out")
 
 
 @overload
@@ -109,6 +111,7 @@ def attention(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    out: Tensor | None = None,
     **unknown: Any,
 ) -> calls.Result:
     """Exact attention of dense tensors, differentiable in q, k, v, bias, sinks and through lse.
@@ -129,6 +132,7 @@ def attention(
     scale          of q k^T; 1 / sqrt(head_dim) by default
     deterministic  repeatable bits of gradients; None: as torch.are_deterministic_algorithms_enabled() says
     backend        "auto", or one of tilewise.backends(), which then computes the call or refuses it
+    out            memory for the result, which is then returned; without gradients
 
         >>> q = k = v = torch.ones(1, 2, 4, 8)
         >>> attention(q, k, v, causal=True).shape
@@ -137,7 +141,7 @@ def attention(
     if unknown:
         raise validation.unexpected(attention, unknown)
     options = Options(causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
-    return _attend("dense", (q, k, v), (bias, mask, alibi_slopes, sinks), options, seed)
+    return _attend("dense", (q, k, v), (bias, mask, alibi_slopes, sinks), options, seed, out)
 
 
 @overload
@@ -184,6 +188,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    out: Tensor | None = None,
     **unknown: Any,
 ) -> calls.Result:
     """Exact attention within packed sequences: sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
@@ -204,7 +209,7 @@ def attention_varlen(
         causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k
     )
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _attend("varlen", given, (bias, mask, alibi_slopes, sinks), options, seed)
+    return _attend("varlen", given, (bias, mask, alibi_slopes, sinks), options, seed, out)
 
 
 @overload
@@ -250,6 +255,7 @@ def attention_paged(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    out: Tensor | None = None,
     **unknown: Any,
 ) -> calls.Result:
     """Exact attention to a paged KV cache: token j of sequence b is slot j % page_size of page block_table[b, j //
@@ -270,7 +276,7 @@ def attention_paged(
         raise validation.unexpected(attention_paged, unknown)
     options = Options(causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, max_seqlen_q)
     given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
-    return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, shared_prefix=shared_prefix)
+    return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, None, out, shared_prefix)
 
 
 def _attend(
@@ -278,7 +284,8 @@ def _attend(
     given: tuple[Any, ...],
     scores: tuple[Any, Any, Any, Any],
     options: Options,
-    seed: int | Tensor | None = None,
+    seed: int | Tensor | None,
+    out: Tensor | None,
     shared_prefix: Any = None,
 ) -> calls.Result:
     """Common path of the three calls: run the cached call if the signature is known, else validate and run.
@@ -297,6 +304,8 @@ def _attend(
     if given[2].__class__ is Fp8Tensor:
         tensors, scales = validation.taken_apart(tensors)
         about += scales
+    if out is not None:
+        tensors = (*tensors, *NOTHING[len(tensors) :], out)
     count, slot, places = len(tensors), None, None
     if shared_prefix.__class__ is cascade.SharedPrefix:
         groups = shared_prefix[0]
@@ -307,11 +316,11 @@ def _attend(
         )
     if slot is not None and slot.call is not None:
         return slot.call(tensors, places)
-    operands = Operands(*given)
+    operands = Operands(*given)._replace(out=out)
     if slot is None and sharded.is_dtensor(operands.q):
 
         def attend(parts: Operands, options: Options) -> calls.Result:
-            return _attend(kind, parts[:7], parts[7:11], options, seed, shared_prefix)
+            return _attend(kind, parts[:7], parts[7:11], options, seed, None, shared_prefix)
 
         return sharded.attend(kind, attend, operands, options)
     operands, flags = validation.checked(kind, operands, options, seed)

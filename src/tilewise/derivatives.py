@@ -346,6 +346,9 @@ def scattered(gradients: Gradients, wanted: Wanted, count: int) -> list[Tensor |
 
 def call_op(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """(out, lse), through the dispatcher."""
+    if operands.out is not None:
+        lse = _op(kind, "_out")(*_tensors(kind, operands), *flags, operands.out)
+        return operands.out, lse
     out, lse = _op(kind)(*_tensors(kind, operands), *flags)
     return out, lse
 

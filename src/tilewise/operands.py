@@ -2,8 +2,8 @@
 
 Backends receive canonical operands: heads-first views of dense q, k, v; 4-D `bias` and `mask` expanded (stride 0) to
 (batch, num_heads, seqlen_q, seqlen_k), and the map of a tile mask to (batch, num_heads, tiles of queries, tiles of
-keys); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v,
-of lengths and of the block table contiguous.
+keys); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v, of lengths and of the block table
+contiguous; `out` heads first, with any strides.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Operands(NamedTuple):
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    # Memory of the caller that the result is written into.
+    out: Tensor | None = None
 
 
 class Options(NamedTuple):

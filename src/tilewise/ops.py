@@ -19,14 +19,16 @@ from tilewise import batching, calls, derivatives, device, dispatch, settings, t
 from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
 from tilewise.derivatives import DIFFERENTIABLE, backward, call_op, scattered, wanted_of
+from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 
-__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse", "repeated", "result"]
+__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse", "repeated", "result", "touch"]
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
+_OUT = Operands._fields.index("out")
 # Backward passes cached per call, keyed by the wanted gradients and the strides of dout and dlse. Few calls need two.
 MAX_BACKWARDS = 4
 
@@ -73,6 +75,8 @@ def result(
     """`attention`, without lse unless `return_lse`. The call is stored in `slot`, where its signature allows that."""
     derivatives.refuse_tracing()
     dual = derivatives.is_dual(operands)
+    if operands.out is not None:
+        _refuse_transforms(dual=dual)
     if not dual and is_plain_eager(operands):
         lasting = slot is not None and validation.lasts(kind, operands, flags)
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
@@ -89,6 +93,15 @@ def result(
     else:
         out, lse = call_op(kind, operands, flags)
     return (out, lse) if return_lse else out
+
+
+def _refuse_transforms(*, dual: bool) -> None:
+    """Raise for `out` under a transform: it would have to hold a batch or a tangent."""
+    if dual or torch._C._are_functorch_transforms_active():  # noqa: SLF001
+        raise Unsupported(
+            "out= is not written under torch.func transforms and forward-mode derivatives: leave it out, and copy the "
+            "result afterwards"
+        )
 
 
 def is_plain_eager(tensors: Sequence[Tensor | None]) -> bool:
@@ -109,8 +122,8 @@ class Call:
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags", "kind",
-        "problem", "return_lse", "wide",
+        "_apart", "_backwards", "_chosen", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags",
+        "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
@@ -122,6 +135,7 @@ class Call:
         # The bound forward pass, or None.
         self.bound = self._bound_forward(Operands(*self._narrowed(operands))) if lasting else None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
+        self._apart = None if operands.out is None else validation.Apart(Operands._fields, operands)
         self._reads = lasting and validation.reads_contents(kind, operands)
         self._backwards: tuple[_BoundBackward, ...] = ()
         # The Python wrapper of torch's `apply` unwraps functorch leftovers, which a lasting call never has: skip it.
@@ -137,10 +151,14 @@ class Call:
                 return self(tensors, places, before, True)
         if self._reads:
             validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
+        if self._apart is not None:
+            self._apart.check(tensors, places)
         if before is not None:
             before()
         if self.wide:
             tensors, places = self._narrowed(tensors), None
+        if self._apart is not None:
+            return self._written(tensors, places)
         if self._recorded:
             recorded: calls.Result = self._record(self, places, *tensors)
             return recorded
@@ -150,6 +168,16 @@ class Call:
         if made is None:
             made = _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return (made[0], made[1]) if self.return_lse else made[0]
+
+    def _written(self, tensors: Sequence[Tensor | None], places: calls.Places | None) -> calls.Result:
+        """The results of a call with `out`."""
+        out: Any = tensors[_OUT]
+        made = None if self.bound is None else self.bound(tensors, places)
+        lse = _run(self.problem, self._chosen, Operands(*tensors))[1] if made is None else None  # type: ignore[arg-type]
+        touch(out)
+        if not self.return_lse:
+            return cast("Tensor", out)
+        return out, made[0] if made is not None else cast("Tensor", lse)
 
     def forward(self, tensors: Sequence[Tensor | None], places: calls.Places | None = None) -> Sequence[Tensor]:
         """out, lse (if it is returned or recorded) and anything else the pass made; not recorded by autograd."""
@@ -195,7 +223,9 @@ class Call:
         ready = canonical(self.problem, operands)
         if not isinstance(backend, Binding) or _is_moved(operands, ready):
             return None
-        return backend.bind_forward(self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
+        bound = backend.bind_forward(self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
+        # A pass that makes an `out` of its own would need a copy in every call, which the general way does.
+        return None if bound is not None and operands.out is not None and "out" in bound.made else bound
 
     def _bound_backward(
         self, given: tuple[Any, ...], needs: tuple[bool, ...]
@@ -279,7 +309,17 @@ def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProb
 
 def _run(problem: AttentionProblem, chosen: dispatch.Selection, operands: Operands) -> tuple[Tensor, Tensor]:
     out, lse = chosen.backend.forward(problem, canonical(problem, operands))
-    return heads_first(problem, out), lse
+    out, target = heads_first(problem, out), operands.out
+    if target is None:
+        return out, lse
+    # A backend may write into the given memory, or return a result of its own.
+    return target if out.data_ptr() == target.data_ptr() else target.copy_(out), lse
+
+
+def touch(out: Tensor) -> None:
+    """Tell autograd that the contents changed: a tensor saved for a backward before must not be used after."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
@@ -319,6 +359,22 @@ def _run_backward(
 
 def _forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
     return _launch(kind, *unpack(kind, args))
+
+
+def _forward_out(kind: Kind, *args: Any) -> Tensor:
+    operands, flags = unpack(kind, args[:-1])
+    operands = operands._replace(out=args[-1])
+    validation.check_result(operands)
+    _, lse = _launch(kind, operands, flags)
+    touch(args[-1])
+    return lse
+
+
+def _forward_out_fake(kind: Kind, *args: Any) -> Tensor:
+    operands, flags = unpack(kind, args[:-1])
+    dispatch.require(flags.backend)
+    problem = validation.describe(kind, operands._replace(out=args[-1]), flags)
+    return operands.q.new_empty(problem.lse_shape, dtype=problem.accumulate_dtype)
 
 
 def _forward_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
@@ -365,15 +421,22 @@ def _autograd(kind: Kind, ctx: Any, dout: Tensor | None, dlse: Tensor | None) ->
     return (*(result.get(name) for name in names), *(None for _ in ctx.flags))
 
 
+def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+    del info, in_dims, args
+    _refuse_transforms(dual=True)
+
+
 def _register(library: torch.library.Library, kind: Kind) -> None:
     saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
     library.define(f"{kind}({schema(kind)}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(f"{kind}_out({schema(kind)}, Tensor(a!) out) -> Tensor lse", tags=(torch.Tag.pt2_compliant_tag,))
     library.define(
         f"{kind}_backward({saved}, {schema(kind)}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         kind: (_forward, _forward_fake),
+        f"{kind}_out": (_forward_out, _forward_out_fake),
         f"{kind}_backward": (_backward, _backward_fake),
     }
     for name, (real, fake) in implementations.items():
@@ -391,6 +454,7 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
         setup_context=lambda ctx, inputs, output: derivatives.save_backward_op(kind, ctx, inputs, output),
         lib=library,
     )
+    torch.library.register_vmap(f"tilewise::{kind}_out", _refuse_vmap, lib=library)
     for name, rule in ((kind, batching.forward_rule), (f"{kind}_backward", batching.backward_rule)):
         rule_of = functools.partial(batching.vmapped, operand_names(kind), name, rule)
         torch.library.register_vmap(f"tilewise::{name}", rule_of, lib=library)

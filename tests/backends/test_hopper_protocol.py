@@ -247,6 +247,25 @@ def check_forward(case: Case, emulated: Callable[[str], Any]) -> None:
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("padding", [0, 8, 4])
+@pytest.mark.parametrize("name", ["d64 fewer keys", "packed"])
+def test_forward_into_memory_of_the_caller(name: str, padding: int, emulated: Callable[[str], Any]) -> None:
+    """Straight into `out` where TMA can address it; else the caller copies. Columns between its own are not written."""
+    MODE.late_loads = False
+    case = FORWARD[name]
+    operands, launch = case.inputs(), emulated("launch")
+    ref, ref_lse = launch.run_forward(case.problem, operands)
+    memory = torch.full((*ref.shape[:-1], ref.shape[-1] + padding), 7.0, dtype=ref.dtype)
+    given = memory[..., : ref.shape[-1]]
+    assert launch.writes_into(case.problem, given) == (padding == 0 or (padding == 8 and name != "packed"))
+    if launch.writes_into(case.problem, given):
+        out, lse = launch.run_forward(case.problem, operands._replace(out=given))
+        assert out is given
+        assert torch.equal(out, ref)
+        assert torch.equal(lse, ref_lse)
+        assert bool((memory[..., ref.shape[-1] :] == 7.0).all())
+
+
 PAGED = {
     "one page a tile": (Case(128, lengths=PACKED, padding=3), 128, "rows first"),
     "two pages a tile": (Case(128, lengths=PACKED, causal=True, sinks=True), 64, "heads first"),

@@ -15,6 +15,7 @@ from tilewise.testing.conformance import (
     check_repeatable,
     check_unread,
     check_untouched,
+    check_written,
     find_faults,
     run,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "check_repeatable",
     "check_unread",
     "check_untouched",
+    "check_written",
     "expect",
     "find_faults",
     "installed",

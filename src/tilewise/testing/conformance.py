@@ -8,7 +8,7 @@ import torch
 
 from tilewise.errors import TilewiseError
 from tilewise.testing.cases import Case
-from tilewise.testing.implementations import Implementation
+from tilewise.testing.implementations import BackendImplementation, Implementation, call_api
 from tilewise.testing.inputs import make_inputs
 from tilewise.testing.oracle import Expectation, expect
 from tilewise.testing.poison import uninitialised_is_nan
@@ -22,10 +22,15 @@ __all__ = [
     "check_repeatable",
     "check_unread",
     "check_untouched",
+    "check_written",
     "find_faults",
     "run",
     "same_bits",
 ]
+
+
+# A number that no case computes.
+NOT_WRITTEN = -12345.0
 
 
 class Nonconformance(TilewiseError, AssertionError):
@@ -95,6 +100,31 @@ def check_untouched(case: Case, implementation: Implementation) -> None:
         for field in dataclasses.fields(inputs)
         if (before := getattr(expected, field.name)) is not None and not same_bits(getattr(inputs, field.name), before)
     ]
+    if faults:
+        raise Nonconformance(case, implementation, faults)
+
+
+def check_written(case: Case, implementation: BackendImplementation) -> None:
+    """Raise Nonconformance unless a backend writes the same bits into memory of the caller (`out=`): contiguous, a part
+    of rows that are wider, and every second column of them. The other columns keep theirs.
+    """
+    case = case.forward_only()
+    expected = run(case, implementation)
+    shape, faults = expected["out"].shape, []
+    for name, width, step in (("contiguous", 1, 1), ("a part of wider rows", 2, 1), ("every second column", 2, 2)):
+        memory = expected["out"].new_full((*shape[:-1], width * shape[-1]), NOT_WRITTEN)
+        given = memory[..., ::step] if step > 1 else memory[..., : shape[-1]]
+        inputs = make_inputs(case, implementation.device)
+        with uninitialised_is_nan():
+            out, lse = call_api(case, inputs, implementation.name, out=given)
+        if out is not given:
+            faults.append(f"out: not the tensor that was given ({name})")
+        for which, got in (("out", given), ("lse", lse)):
+            if not same_bits(got, expected[which]):
+                faults.append(f"{which}: other bits than without out= ({name})")
+        given.fill_(NOT_WRITTEN)
+        if not bool((memory == NOT_WRITTEN).all()):
+            faults.append(f"out: columns between its own were written ({name})")
     if faults:
         raise Nonconformance(case, implementation, faults)
 

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.testing.cases import Case, Values
 
-__all__ = ["fp8_cases", "padded_cases", "repeatable_cases", "special_cases"]
+__all__ = ["fp8_cases", "padded_cases", "repeatable_cases", "special_cases", "written_cases"]
 
 
 # Many tiles for every plausible tile size, so that sums that lose digits at each tile show.
@@ -103,6 +103,35 @@ def repeatable_cases() -> list[Case]:
     decode = Case(kind="paged", decode=True, seqlens_q=(1, 1), seqlens_k=(1025, 63), grad_of=(), num_heads=8)
     cases = [long, everything, packed, paged, tiled, decode]
     return cases + [dataclasses.replace(case, dtype=torch.bfloat16) for case in cases]
+
+
+def written_cases() -> list[Case]:
+    """Cases whose results are written into memory of the caller: every kind of kernel, and empty problems."""
+    bf16 = torch.bfloat16
+    dense = Case(seqlens_q=(65,) * 2, seqlens_k=(130,) * 2, num_heads=4, head_dim=64, head_dim_v=64, causal=True)
+    packed = dataclasses.replace(dense, kind="varlen", seqlens_q=(65, 0, 3), seqlens_k=(65, 2, 130), padding=7)
+    paged = dataclasses.replace(packed, kind="paged", page_size=16, padding=2)
+    decode = dataclasses.replace(paged, decode=True, seqlens_q=(1,) * 3, seqlens_k=(300, 0, 513), padding=0)
+    named = {
+        "dense": dataclasses.replace(dense, dtype=bf16),
+        "fp32": dense,
+        "bshd": dataclasses.replace(dense, layout="bshd", head_dim_v=40),
+        "bshd_16_bits": dataclasses.replace(dense, layout="bshd", dtype=torch.float16, num_heads=2),
+        "features": dataclasses.replace(dense, bias="1hqk", sinks=True, alibi="h", dropout=0.2),
+        "narrow": dataclasses.replace(dense, head_dim_v=1),
+        "few_queries": dataclasses.replace(dense, seqlens_q=(2,) * 2, seqlens_k=(700,) * 2, dtype=bf16),
+        "varlen": dataclasses.replace(packed, dtype=bf16),
+        "varlen_fp32": packed,
+        "paged": dataclasses.replace(paged, dtype=bf16),
+        "paged_decode": dataclasses.replace(decode, dtype=bf16),
+        "paged_decode_fp8": dataclasses.replace(decode, dtype=bf16, fp8="kv"),
+        "paged_decode_fp32": decode,
+        "fp8": dataclasses.replace(dense, dtype=bf16, fp8="head"),
+        "fp8_odd": dataclasses.replace(dense, dtype=bf16, fp8="head", head_dim=33, head_dim_v=15),
+        "no_keys": dataclasses.replace(dense, seqlens_k=(0,) * 2),
+        "no_batch": dataclasses.replace(dense, seqlens_q=(), seqlens_k=()),
+    }
+    return [dataclasses.replace(case, label=f"written_{label}", grad_of=()) for label, case in named.items()]
 
 
 def _empty() -> dict[str, Case]:

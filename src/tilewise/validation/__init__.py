@@ -32,18 +32,21 @@ from tilewise.validation.flags import (
 )
 from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import taken_apart, unwrapped
+from tilewise.validation.results import Apart, check_out, check_result
 from tilewise.validation.tensors import FLOATS, TensorSpec, describe, public_names
 from tilewise.validation.values import check_values, longest_sequences
 
 __all__ = [
     "FLOATS",
     "OPTIONAL_PAGED",
+    "Apart",
     "any_needs_grad",
     "autocast",
     "autocast_looks",
     "check_class",
     "check_contents",
     "check_flag",
+    "check_result",
     "check_structure",
     "checked",
     "describe",
@@ -79,7 +82,7 @@ def checked(
     operands, lengths = _with_tiles(Operands(q, k, v, *operands[3:]))
     shown = public_names(kind)
     named = {shown.get(name, name): getattr(operands, name) for name in _PASSED[kind]}
-    require_tensors(optional=OPTIONAL_PAGED if kind == "paged" else OPTIONAL, **named)
+    require_tensors(optional=OPTIONAL_PAGED if kind == "paged" else OPTIONAL, **named, out=operands.out)
     if cast:
         q, k, v = autocast(q, k, v)
     if needs_grad is None:
@@ -87,9 +90,10 @@ def checked(
     flags = normalise(options, needs_grad=needs_grad)
     if lengths is not None:
         flags = flags._replace(mask_seqlen_q=lengths[0], mask_seqlen_k=lengths[1])
-    seed = seed_tensor(seed, options.dropout)
-    operands = Operands(q, k, v, *operands[3:14], seed)
-    return (operands._replace(**scales), flags._replace(**blocks)) if scales else (operands, flags)
+    if operands.out is not None:
+        check_out(operands.out, needs_grad=needs_grad)
+    operands = operands._replace(q=q, k=k, v=v, seed=seed_tensor(seed, options.dropout), **scales)
+    return operands, flags._replace(**blocks) if scales else flags
 
 
 def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:

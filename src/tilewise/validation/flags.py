@@ -105,7 +105,7 @@ RULES: dict[str, Rule] = {
 
 # fp64 is chosen on purpose; e4m3 data means nothing without its scales.
 KEPT_BY_AUTOCAST = (torch.float64, torch.float8_e4m3fn)
-OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks"))
+OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks", "out"))
 # Without cu_seqlens_q a paged call has one query token per sequence.
 OPTIONAL_PAGED = OPTIONAL | {"cu_seqlens_q"}
 

@@ -82,6 +82,7 @@ ELSEWHERE = {
     "dropout": "taken by attention and attention_varlen: pages are for serving and have no dropout",
     "seed": "taken by attention and attention_varlen: pages are for serving and have no dropout",
     "device": "taken by explain: a call runs where q is",
+    "out": "taken by attention, attention_varlen and attention_paged; a forecast is the same without it",
 }
 
 

@@ -121,7 +121,7 @@ class TritonBackend(GpuBackend):
         """(out, lse); see Backend."""
         if problem.fp8 and not _read_in_pairs(operands):
             # In fp32: bf16 would round lse visibly, and fp16 may overflow on e4m3 times its scale.
-            plain, operands = dequantised(problem, operands, torch.float32)
+            plain, operands = dequantised(problem, operands._replace(out=None), torch.float32)
             out, lse = super().forward(plain, operands)
             return out.to(problem.dtype), lse
         return super().forward(problem, operands)

@@ -87,10 +87,16 @@ def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, 
     """(out, lse) of canonical operands."""
     operands = ready(problem, operands)
     made = launching.bound_to(forward_pass, problem, operands, operands.q, True).run(operands)
-    out, lse = launching.heads_first(problem, made["out"]), made["lse"]
+    out = launching.heads_first(problem, made["out"]) if operands.out is None else operands.out
+    lse = made["lse"]
     if problem.batch == 0 or problem.seqlen_q == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     return out, lse
+
+
+def writes_into(problem: AttentionProblem, out: Tensor) -> bool:
+    """Whether the kernels write straight into a given `out`."""
+    return launching.are_adjacent(problem, out)
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
@@ -139,7 +145,7 @@ def forward_pass(
 
 def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool) -> Pass:
     views = named_views(Operands._fields, raw)
-    results = result_allocations(problem)
+    results = {name: made for name, made in result_allocations(problem).items() if name not in views}
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
     calls = forward_calls(problem, device, views | {name: made.view for name, made in results.items()})
     elements = sum(parts_size(plan)) + forward_list_words(plan)
