@@ -20,7 +20,7 @@ from tilewise.tile_masks import TileMask
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    # For type checkers only: they learn what return_lse changes. The functions below spell out every flag.
+    # For type checkers only: they learn what return_* changes. The functions below spell out every flag.
     class Common(TypedDict, total=False):
         """The flags every call shares."""
 
@@ -84,14 +84,44 @@ NOTHING = (None,) * Operands._fields.index("out")
 
 @overload
 def attention(
-    q: Attended, k: Attended, v: Attended, *, return_lse: Literal[False] = ..., **flags: Unpack[Dense]
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
+    **flags: Unpack[Dense],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Attended, k: Attended, v: Attended, *, return_lse: Literal[True], **flags: Unpack[Dense]
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
+    **flags: Unpack[Dense],
 ) -> tuple[Tensor, Tensor]: ...
-
-
+@overload
+def attention(
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+    **flags: Unpack[Dense],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    **flags: Unpack[Dense],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention(
     q: Attended,
     k: Attended,
@@ -111,6 +141,7 @@ def attention(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    return_max_logits: bool = False,
     out: Tensor | None = None,
     **unknown: Any,
 ) -> calls.Result:
@@ -134,13 +165,19 @@ def attention(
     backend        "auto", or one of tilewise.backends(), which then computes the call or refuses it
     out            memory for the result, which is then returned; without gradients
 
+    With `return_max_logits` the last result is max_logits (num_heads,), fp32: the largest score that each head computed
+    in this call, after scale, softcap, bias and masks, before sinks; -inf if a head saw no key. It has no gradient.
+
         >>> q = k = v = torch.ones(1, 2, 4, 8)
         >>> attention(q, k, v, causal=True).shape
         torch.Size([1, 2, 4, 8])
     """
     if unknown:
         raise validation.unexpected(attention, unknown)
-    options = Options(causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
+    options = Options(
+        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse,
+        return_max_logits=return_max_logits,
+    )  # fmt: skip
     return _attend("dense", (q, k, v), (bias, mask, alibi_slopes, sinks), options, seed, out)
 
 
@@ -153,6 +190,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
     **flags: Unpack[Varlen],
 ) -> Tensor: ...
 @overload
@@ -164,8 +202,33 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
     **flags: Unpack[Varlen],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+    **flags: Unpack[Varlen],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    **flags: Unpack[Varlen],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_varlen(
     q: Attended,
     k: Attended,
@@ -188,6 +251,7 @@ def attention_varlen(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    return_max_logits: bool = False,
     out: Tensor | None = None,
     **unknown: Any,
 ) -> calls.Result:
@@ -206,8 +270,9 @@ def attention_varlen(
     if unknown:
         raise validation.unexpected(attention_varlen, unknown)
     options = Options(
-        causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k
-    )
+        causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k,
+        return_max_logits,
+    )  # fmt: skip
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
     return _attend("varlen", given, (bias, mask, alibi_slopes, sinks), options, seed, out)
 
@@ -221,6 +286,7 @@ def attention_paged(
     seqlens_k: Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
     **flags: Unpack[Paged],
 ) -> Tensor: ...
 @overload
@@ -232,8 +298,33 @@ def attention_paged(
     seqlens_k: Tensor,
     *,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
     **flags: Unpack[Paged],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_paged(
+    q: Attended,
+    k_pages: Attended,
+    v_pages: Attended,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+    **flags: Unpack[Paged],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_paged(
+    q: Attended,
+    k_pages: Attended,
+    v_pages: Attended,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    **flags: Unpack[Paged],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_paged(
     q: Attended,
     k_pages: Attended,
@@ -255,6 +346,7 @@ def attention_paged(
     deterministic: bool | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    return_max_logits: bool = False,
     out: Tensor | None = None,
     **unknown: Any,
 ) -> calls.Result:
@@ -274,7 +366,10 @@ def attention_paged(
     """
     if unknown:
         raise validation.unexpected(attention_paged, unknown)
-    options = Options(causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, max_seqlen_q)
+    options = Options(
+        causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, max_seqlen_q,
+        return_max_logits=return_max_logits,
+    )  # fmt: skip
     given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
     return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, None, out, shared_prefix)
 
@@ -326,10 +421,13 @@ def _attend(
     operands, flags = validation.checked(kind, operands, options, seed)
     if shared_prefix is None:
         return ops.result(kind, operands, flags, return_lse=options.return_lse, slot=slot)
-    out, lse = cascade.attention(shared_prefix, operands, flags)
+    made: tuple[Tensor, ...] = cascade.attention(shared_prefix, operands, flags)
+    out, lse, logits = made[0], made[1], made[2:]
     if slot is not None and not slot.is_tried:
         slot.call = cascade.bound(shared_prefix, operands, flags, (out, lse), count, return_lse=options.return_lse)
         slot.is_tried = True
+    if logits:
+        return (out, lse, logits[0]) if options.return_lse else (out, logits[0])
     return (out, lse) if options.return_lse else out
 
 

@@ -49,6 +49,7 @@ def _registered() -> dict[Any, Callable[..., int]]:
     formulas: dict[Any, Callable[..., int]] = {}
     for kind in OPERANDS:
         formulas[getattr(torch.ops.tilewise, kind)] = functools.partial(_forward, kind)
+        formulas[getattr(torch.ops.tilewise, f"{kind}_logits")] = functools.partial(_forward, kind)
         formulas[getattr(torch.ops.tilewise, f"{kind}_out")] = functools.partial(_forward_out, kind)
         formulas[getattr(torch.ops.tilewise, f"{kind}_backward")] = functools.partial(_backward, kind)
         formulas[getattr(torch.ops.tilewise, f"{kind}_tangent")] = functools.partial(_tangent, kind)

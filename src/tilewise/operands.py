@@ -43,6 +43,8 @@ class Operands(NamedTuple):
     v_scale: Tensor | None = None
     # Memory of the caller that the result is written into.
     out: Tensor | None = None
+    # (num_heads,), -inf: the backend raises it to the largest score of each head.
+    max_logits: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -59,6 +61,7 @@ class Options(NamedTuple):
     return_lse: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    return_max_logits: bool = False
 
 
 class Flags(NamedTuple):
@@ -84,6 +87,8 @@ class Flags(NamedTuple):
     # The lengths that a tile mask was made for.
     mask_seqlen_q: int | None = None
     mask_seqlen_k: int | None = None
+    # Whether the largest score of each head is wanted.
+    max_logits: bool = False
 
 
 class Wanted(NamedTuple):

@@ -247,6 +247,30 @@ def check_forward(case: Case, emulated: Callable[[str], Any]) -> None:
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 
+LARGEST = ("d64 fewer keys", "d64 three warpgroups", "d128 rising", "d192 causal", "sinks", "packed", "window")
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_largest_scores(name: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The true maximum of each head, also where the reference of a row would otherwise stay behind it."""
+    MODE.late_loads = False
+    case = FORWARD[name]
+    launch = emulated("launch")
+    launch.forward_pass.cache_clear()
+    if case.tile is not None:
+        configs = emulated("configs")
+        monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, str(case.tile)))
+    problem = replace(case.problem, max_logits=True)
+    largest, ref_largest = (torch.full((problem.num_heads,), -math.inf, dtype=d) for d in (torch.float32, torch.double))
+    operands = case.inputs()._replace(max_logits=largest)
+    out, lse = launch.run_forward(problem, operands)
+    specified = in_double(operands)._replace(max_logits=ref_largest)
+    ref, ref_lse = reference().forward(replace(problem, dtype=torch.float64), specified)
+    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(largest.double(), ref_largest, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("padding", [0, 8, 4])
 @pytest.mark.parametrize("name", ["d64 fewer keys", "packed"])
 def test_forward_into_memory_of_the_caller(name: str, padding: int, emulated: Callable[[str], Any]) -> None:

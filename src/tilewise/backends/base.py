@@ -24,6 +24,7 @@ __all__ = [
     "Compiling",
     "Differentiating",
     "Explaining",
+    "Measuring",
     "Prefixes",
     "Quantising",
     "Serving",
@@ -105,6 +106,16 @@ class TileMasking(Protocol):
 
     def skips_tiles(self, problem: AttentionProblem) -> str:
         """How tiles that are empty are skipped, for reports."""
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """A backend that raises `operands.max_logits`, which is -inf, to the largest score of each head."""
+
+    name: str
+
+    def finds_largest(self, problem: AttentionProblem) -> str:
+        """How the largest scores are found, for reports."""
 
 
 class Bound(Protocol):

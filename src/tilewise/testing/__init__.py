@@ -12,6 +12,7 @@ from tilewise.testing.cases import Case
 from tilewise.testing.conformance import (
     Nonconformance,
     check,
+    check_largest,
     check_repeatable,
     check_unread,
     check_untouched,
@@ -35,6 +36,7 @@ __all__ = [
     "check",
     "check_higher",
     "check_higher_repeatable",
+    "check_largest",
     "check_repeatable",
     "check_unread",
     "check_untouched",

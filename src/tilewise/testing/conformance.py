@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from tilewise.errors import TilewiseError
 from tilewise.testing.cases import Case
 from tilewise.testing.implementations import BackendImplementation, Implementation, call_api
-from tilewise.testing.inputs import make_inputs
-from tilewise.testing.oracle import Expectation, expect
+from tilewise.testing.inputs import Inputs, make_inputs
+from tilewise.testing.oracle import Expectation, expect, largest_scores
 from tilewise.testing.poison import uninitialised_is_nan
-from tilewise.testing.results import Results
+from tilewise.testing.results import Results, differentiate
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import judge
 
 __all__ = [
     "Nonconformance",
     "check",
+    "check_largest",
     "check_repeatable",
     "check_unread",
     "check_untouched",
@@ -125,6 +128,30 @@ def check_written(case: Case, implementation: BackendImplementation) -> None:
         given.fill_(NOT_WRITTEN)
         if not bool((memory == NOT_WRITTEN).all()):
             faults.append(f"out: columns between its own were written ({name})")
+    if faults:
+        raise Nonconformance(case, implementation, faults)
+
+
+def check_largest(case: Case, implementation: BackendImplementation) -> None:
+    """Raise Nonconformance unless `return_max_logits` gives the largest score of each head, next to results and
+    gradients as without it.
+    """
+    found: list[Tensor] = []
+
+    def attend(leaves: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse, largest = cast("Any", call_api(case, leaves, implementation.name, return_max_logits=True))
+        found.append(largest)
+        return out, lse
+
+    inputs = make_inputs(case, implementation.device)
+    with uninitialised_is_nan():
+        faults = find_faults(case, differentiate(case, inputs, attend))
+    expected, slack = largest_scores(case)
+    got = found[0].detach().cpu()
+    if got.dtype != case.accumulate_dtype or got.shape != expected.shape or got.requires_grad:
+        faults.append(f"max_logits: {got.dtype} {tuple(got.shape)}, expected {case.accumulate_dtype} per head")
+    elif not bool(((got.double() == expected) | ((got.double() - expected).abs() <= slack)).all()):
+        faults.append(f"max_logits: {got.tolist()}, expected {expected.tolist()} within {slack.tolist()}")
     if faults:
         raise Nonconformance(case, implementation, faults)
 

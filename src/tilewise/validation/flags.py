@@ -98,6 +98,7 @@ RULES: dict[str, Rule] = {
         "tilewise.backends() lists what is there.",
     ),
     "return_lse": _BOOL,
+    "return_max_logits": _BOOL,
     "max_seqlen_q": _LONGEST,
     "max_seqlen_k": _LONGEST,
 }
@@ -166,6 +167,7 @@ def _checked(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
         deterministic=bool(options.deterministic) or repeatable,
         needs_grad=needs_grad,
         backend=options.backend,
+        max_logits=options.return_max_logits,
     )
 
 

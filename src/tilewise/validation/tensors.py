@@ -393,6 +393,7 @@ def _problem(
         dropout_origin="seed" in specs and specs["seed"].shape.numel() == SEED_WITH_ORIGIN,
         fp8=tuple(name for name in ("q", "k", "v") if f"{name}_scale" in specs),
         scale_blocks=(flags.q_block, flags.k_block, flags.v_block),
+        max_logits=flags.max_logits,
     )
 
 

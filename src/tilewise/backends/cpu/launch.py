@@ -407,7 +407,13 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
         return out, lse.fill_(-torch.inf)
     if problem.kind != "dense":
         clear_unused_rows(operands, out, lse)
-    _run_forward(problem, operands, out, lse, {})
+    if operands.max_logits is None:
+        _run_forward(problem, operands, out, lse, {})
+        return out, lse
+    # Rows of no sequence are not written.
+    rows = torch.full_like(lse, -torch.inf)
+    _run_forward(problem, operands, out, lse, {f.LARGEST: rows.data_ptr()})
+    torch.amax(rows, (0, 2) if problem.kind == "dense" else 1, out=operands.max_logits)
     return out, lse
 
 

@@ -85,6 +85,11 @@ class HopperBackend(GpuBackend):
         rest = "; gradients are computed by the kernels of the triton backend" if problem.needs_grad else ""
         return f"blocks walk the tiles that the mask lists, those with bits first{rest}"
 
+    def finds_largest(self, problem: AttentionProblem) -> str:
+        """How the largest scores are found, for `explain()`."""
+        del problem
+        return "warpgroups raise their head's with the maximum of their rows, to which softmax refers in such calls"
+
     def _gradients(self, problem: AttentionProblem) -> ModuleType:
         if problem.tiles_shape is None:
             return super()._gradients(problem)
@@ -133,6 +138,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if problem.max_logits and (decodes(problem) or problem.fp8):
+        yield "max_logits of few query rows or e4m3 operands: these kernels refer to another number than the maximum"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (keys are hidden and the maximum is taken before scaling)"
     few = not problem.needs_grad and problem.seqlen_q * problem.group_size <= FEW_ROWS

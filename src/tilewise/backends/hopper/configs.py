@@ -322,7 +322,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     dv, dv_rest = column_parts(problem.head_dim_v)
     out_fits_q = dv == d and dv_rest in (0, d_rest)
     return ForwardConfig(
-        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q},
+        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q, "IS_LAZY": tile.IS_LAZY and not problem.max_logits},
         D=d,
         D_REST=d_rest,
         DV=dv,

@@ -306,6 +306,7 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
     arguments = _descriptors(problem, config, views) | {
         "lse_ptr": Address("lse", torch.float32),
         "sinks_ptr": single_address(views, "sinks"),
+        "max_ptr": single_address(views, "max_logits"),
         "counter_ptr": COUNTER,
         "work_ptr": work,
         "block_table": single_address(views, "block_table"),

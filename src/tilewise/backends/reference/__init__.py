@@ -57,6 +57,11 @@ class ReferenceBackend:
         del problem
         return "no tile is skipped: the mask hides scores that are all computed"
 
+    def finds_largest(self, problem: AttentionProblem) -> str:
+        """Over the whole score matrix."""
+        del problem
+        return "the largest of all scores, which are computed in fp64"
+
     def forward_tangent(
         self, problem: AttentionProblem, operands: Operands, tangents: Tangents
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -112,6 +112,11 @@ class TritonBackend(GpuBackend):
         del problem
         return "programs walk the tiles that the mask lists; bits are read in tiles that are visible in part"
 
+    def finds_largest(self, problem: AttentionProblem) -> str:
+        """How the largest scores are found, for `explain()`."""
+        del problem
+        return "programs raise their head's with the maximum of their rows"
+
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Nothing: every sum has a fixed order."""
         del problem

@@ -13,7 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state, with_endless_sinks
+from tilewise.backends.triton.forward import (
+    add_sink,
+    attend,
+    empty_accumulator,
+    finish,
+    initial_state,
+    natural_max,
+    with_endless_sinks,
+)
 from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -30,8 +38,8 @@ from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_splits"])
 def decode_kernel(
-    q, k, v, q_scale, k_scale, v_scale, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr,
-    lengths, sizes, band, scalars, num_splits,
+    q, k, v, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias, mask, alibi_slopes, sinks,
+    seed_ptr, lengths, sizes, band, scalars, num_splits,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one split of the keys for all query tokens of a (group of heads, sequence); final unless SPLIT."""
@@ -66,7 +74,11 @@ def decode_kernel(
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], last, T)
     place = (m_idx, head, batch_idx)
     acc = empty_accumulator(BLOCK_M, T)
-    row_max, row_sum = initial_state(sinks, head, split == 0, scalars, BLOCK_M, T)
+    if max_logits is not None:
+        row_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        row_max, row_sum = initial_state(sinks, head, split == 0, scalars, BLOCK_M, T)
     if BLOCK_M <= 32:
         # The warps share the keys of so small a tile. Per-column sums save two barriers per tile.
         row_sum = tl.where(tl.arange(0, BLOCK_N)[None, :] == 0, row_sum[:, None], 0.0)
@@ -85,6 +97,10 @@ def decode_kernel(
         tl.maximum(lo, tl.minimum(hi, full_begin)), tl.maximum(lo, full_end), hi, True, BLOCK_N, T
     )  # fmt: skip
 
+    if max_logits is not None:
+        tl.atomic_max(max_logits + head, natural_max(row_max, scalars, T), mask=row_ok, sem="relaxed")
+        if T.HAS_SINKS:
+            acc, row_max, row_sum = add_sink(acc, row_max, row_sum, sinks, head, split == 0, scalars, BLOCK_M, T)
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     dv_idx = tl.arange(0, T.BLOCK_DV)
     tile_ok = row_ok[:, None] & (dv_idx[None, :] < T.HEAD_DIM_V)

@@ -431,6 +431,7 @@ def _listing(plan: Plan, config: Config) -> KernelCall:
 def _results(plan: Plan, views: Views) -> dict[str, Any]:
     return {
         "sinks": single_address(views, "sinks"),
+        "max_logits": single_address(views, "max_logits"),
         "out": query_rows(plan, "out", views["out"]),
         "lse": stat_rows(plan, "lse", views["lse"]),
     }
