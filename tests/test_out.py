@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilewise as tw
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.operands import Flags
 
 NAN = float("nan")
 
@@ -96,8 +97,7 @@ def test_exported() -> None:
 
 def test_the_op_declares_what_it_writes() -> None:
     q, k, v = dense()
-    flags = (False, None, None, None, None, 0.0, "bhsd", None, None, False, False, "auto", *[None] * 6)
-    args = (q, k, v, *[None] * 11, *flags, torch.empty(2, 4, 33, 8))
+    args = (q, k, v, *[None] * 11, *Flags(), torch.empty(2, 4, 33, 8))
     torch.library.opcheck(torch.ops.tilewise.dense_out.default, args)
 
 

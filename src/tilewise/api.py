@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         softcap: float | None
         sinks: Tensor | None
         scale: float | None
-        deterministic: bool | None
+        deterministic: bool | Literal["batch"] | None
         backend: str
         out: Tensor | None
 
@@ -138,7 +138,7 @@ def attention(
     seed: int | Tensor | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
-    deterministic: bool | None = None,
+    deterministic: bool | Literal["batch"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     return_max_logits: bool = False,
@@ -161,7 +161,8 @@ def attention(
     sinks          (num_heads,): a logit per head that joins the denominator and has no value; differentiable
     dropout, seed  probability of dropping a key, and the number that decides which; without a seed, torch's generator
     scale          of q k^T; 1 / sqrt(head_dim) by default
-    deterministic  repeatable bits of gradients; None: as torch.are_deterministic_algorithms_enabled() says
+    deterministic  repeatable bits of gradients; None: as torch.are_deterministic_algorithms_enabled() says; "batch":
+                   also bits of a sequence that do not depend on the others, see docs/contract.md
     backend        "auto", or one of tilewise.backends(), which then computes the call or refuses it
     out            memory for the result, which is then returned; without gradients
 
@@ -248,7 +249,7 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
     scale: float | None = None,
-    deterministic: bool | None = None,
+    deterministic: bool | Literal["batch"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     return_max_logits: bool = False,
@@ -343,7 +344,7 @@ def attention_paged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
-    deterministic: bool | None = None,
+    deterministic: bool | Literal["batch"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     return_max_logits: bool = False,

@@ -112,6 +112,8 @@ def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Device
         if getattr(operands, name) is not None:
             name = "mask" if name == "tiles" else name
             return f"{name} is another one for every sequence of a group"
+    if flags.batch_invariant:
+        return "merging it would make bits depend on the batch"
     if flags.max_logits:
         return "the largest score of a head is that of one pass over all keys"
     if operands.q_scale is not None:

@@ -8,7 +8,7 @@ contiguous; `out` heads first, with any strides.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class Options(NamedTuple):
     scale: float | None = None
     dropout: float = 0.0
     layout: str = "bhsd"
-    deterministic: bool | None = None
+    deterministic: bool | Literal["batch"] | None = None
     backend: str = "auto"
     return_lse: bool = False
     max_seqlen_q: int | None = None
@@ -89,6 +89,8 @@ class Flags(NamedTuple):
     mask_seqlen_k: int | None = None
     # Whether the largest score of each head is wanted.
     max_logits: bool = False
+    # Whether the bits of a sequence may not depend on its batch.
+    batch_invariant: bool = False
 
 
 class Wanted(NamedTuple):

@@ -60,6 +60,8 @@ def attend(
     check_flag("layout", options.layout)
     if options.dropout:
         raise Unsupported("dropout of DTensors is not computed: ranks would have to draw the bits of the whole tensor")
+    if options.deterministic == "batch":
+        raise Unsupported("deterministic='batch' of DTensors was not tested: call it with the local parts")
     if options.return_max_logits:
         raise Unsupported(
             "return_max_logits of DTensors is not computed: call it with the local parts, and reduce over the ranks"

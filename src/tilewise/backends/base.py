@@ -24,6 +24,7 @@ __all__ = [
     "Compiling",
     "Differentiating",
     "Explaining",
+    "Invariant",
     "Measuring",
     "Prefixes",
     "Quantising",
@@ -116,6 +117,16 @@ class Measuring(Protocol):
 
     def finds_largest(self, problem: AttentionProblem) -> str:
         """How the largest scores are found, for reports."""
+
+
+@runtime_checkable
+class Invariant(Protocol):
+    """A backend whose results of a sequence do not depend on its batch by a bit, where `problem.batch_invariant`."""
+
+    name: str
+
+    def ignores_batch(self, problem: AttentionProblem) -> str:
+        """How that is done, for reports."""
 
 
 class Bound(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ def explain(
     seed: int | Tensor | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
-    deterministic: bool | None = None,
+    deterministic: bool | Literal["batch"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
     return_max_logits: bool = False,

@@ -88,9 +88,9 @@ RULES: dict[str, Rule] = {
         "'bhsd' is (batch, heads, seqlen, dim), 'bshd' is (batch, seqlen, heads, dim).",
     ),
     "deterministic": Rule(
-        lambda x: x is None or isinstance(x, bool),
-        "None, True or False",
-        "None follows torch.use_deterministic_algorithms.",
+        lambda x: x is None or isinstance(x, bool) or (isinstance(x, str) and x == "batch"),
+        "None, True, False or 'batch'",
+        "None follows torch.use_deterministic_algorithms; 'batch' also makes bits independent of the batch.",
     ),
     "backend": Rule(
         lambda x: isinstance(x, str) and (x == "auto" or x in backends.NAMES or _is_registered(x)),
@@ -153,6 +153,9 @@ def _checked(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
     options = Options(*given)
     for name, value in zip(Options._fields, options, strict=True):
         check_flag(name, value)
+    if options.deterministic == "batch" and options.dropout > 0:
+        fix = "Its random bits count through the batch: leave out one of the two."
+        raise InvalidProblem("dropout", "0 next to deterministic='batch'", options.dropout, fix)
     left, right = (None, None) if options.window is None else options.window
     return Flags(
         causal=options.causal,
@@ -168,6 +171,7 @@ def _checked(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
         needs_grad=needs_grad,
         backend=options.backend,
         max_logits=options.return_max_logits,
+        batch_invariant=options.deterministic == "batch",
     )
 
 

@@ -394,6 +394,7 @@ def _problem(
         fp8=tuple(name for name in ("q", "k", "v") if f"{name}_scale" in specs),
         scale_blocks=(flags.q_block, flags.k_block, flags.v_block),
         max_logits=flags.max_logits,
+        batch_invariant=flags.batch_invariant,
     )
 
 

@@ -354,6 +354,8 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
         most_keys, most_rows = (QUAD_BANDED_SEQLEN_K, QUAD_BANDED_ROWS) if banded else (QUAD_SEQLEN_K, QUAD_ROWS)
         # Softcap and left edges would spill: three warpgroups have 160 registers a thread.
         crowded = problem.softcap is not None or has_left(problem)
+        # The mean length of packed sequences depends on the batch.
+        crowded = crowded or (problem.batch_invariant and packed)
         if crowded or rows <= most_rows or (not packed and problem.seqlen_k <= most_keys):
             return D64_QUAD
         return D64

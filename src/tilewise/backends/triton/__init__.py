@@ -70,6 +70,8 @@ class TritonBackend(GpuBackend):
                 "tangents (jvp) and second derivatives in 16 bits take no mask together with dropout if heads are "
                 "wider than 64: their kernel gave a wrong dv on an H200. Leave one out, or call in float32"
             )
+        if problem.batch_invariant and problem.needs_grad:
+            return "deterministic='batch' is for results without gradients, whose sums are cut by the batch"
         if (reason := too_long(problem)) is not None:
             return reason
         if device.type == "cpu":
@@ -111,6 +113,11 @@ class TritonBackend(GpuBackend):
         """How tile masks are read, for `explain()`."""
         del problem
         return "programs walk the tiles that the mask lists; bits are read in tiles that are visible in part"
+
+    def ignores_batch(self, problem: AttentionProblem) -> str:
+        """How results stay independent of the batch, for reports."""
+        del problem
+        return "decoding splits keys after a fixed number of them"
 
     def finds_largest(self, problem: AttentionProblem) -> str:
         """How the largest scores are found, for `explain()`."""

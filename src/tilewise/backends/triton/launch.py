@@ -464,6 +464,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
     }
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views) | parts
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
+    arguments["SPLIT_KEYS"] = plan.split_keys
     rows = plan.sizes.seqlen_q * problem.group_size
     config = replace(config, block_m=max(config.block_m, triton.next_power_of_2(rows)))
     call = tiled(decode.decode_kernel, splits * problem.num_kv_heads * problem.batch, arguments, config)
@@ -482,7 +483,7 @@ def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall
         "num_splits": plan.num_splits,
         "batch": plan.problem.batch,
         "T": replace(of_rows(plan.traits), HAS_SINKS=plan.traits.HAS_SINKS),
-        "MAX_SPLITS": triton.next_power_of_2(max(MAX_SPLITS, plan.num_splits)),
+        "MAX_SPLITS": 0 if plan.problem.batch_invariant else triton.next_power_of_2(max(MAX_SPLITS, plan.num_splits)),
         "BLOCK_SPLITS": COMBINED_ELEMENTS // plan.traits.BLOCK_DV,
     }
     programs = plan.sizes.total_q * plan.problem.num_heads
