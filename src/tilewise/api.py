@@ -20,7 +20,7 @@ from tilewise.tile_masks import TileMask
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    # For type checkers only: they learn what return_lse changes. The functions below spell out every flag.
+    # For type checkers only: they learn what return_* changes. The functions below spell out every flag.
     class Common(TypedDict, total=False):
         """The flags every call shares."""
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
         softcap: float | None
         sinks: Tensor | None
         scale: float | None
-        deterministic: bool | None
+        deterministic: bool | Literal["batch"] | None
         backend: str
+        out: Tensor | None
 
     class Random(Common, total=False):
         """`Common` and dropout."""
@@ -78,18 +79,49 @@ Attended = Tensor | Fp8Tensor
 # The index tensors (the operands between v and bias) of a call that has none.
 NO_INDICES = (None,) * Operands._fields.index("bias")
 MASK = Operands._fields.index("mask")
+NOTHING = (None,) * Operands._fields.index("out")
 
 
 @overload
 def attention(
-    q: Attended, k: Attended, v: Attended, *, return_lse: Literal[False] = ..., **flags: Unpack[Dense]
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
+    **flags: Unpack[Dense],
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Attended, k: Attended, v: Attended, *, return_lse: Literal[True], **flags: Unpack[Dense]
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
+    **flags: Unpack[Dense],
 ) -> tuple[Tensor, Tensor]: ...
-
-
+@overload
+def attention(
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+    **flags: Unpack[Dense],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    **flags: Unpack[Dense],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention(
     q: Attended,
     k: Attended,
@@ -106,9 +138,11 @@ def attention(
     seed: int | Tensor | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
-    deterministic: bool | None = None,
+    deterministic: bool | Literal["batch"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    out: Tensor | None = None,
     **unknown: Any,
 ) -> calls.Result:
     """Exact attention of dense tensors, differentiable in q, k, v, bias, sinks and through lse.
@@ -127,8 +161,13 @@ def attention(
     sinks          (num_heads,): a logit per head that joins the denominator and has no value; differentiable
     dropout, seed  probability of dropping a key, and the number that decides which; without a seed, torch's generator
     scale          of q k^T; 1 / sqrt(head_dim) by default
-    deterministic  repeatable bits of gradients; None: as torch.are_deterministic_algorithms_enabled() says
+    deterministic  repeatable bits of gradients; None: as torch.are_deterministic_algorithms_enabled() says; "batch":
+                   also bits of a sequence that do not depend on the others, see docs/contract.md
     backend        "auto", or one of tilewise.backends(), which then computes the call or refuses it
+    out            memory for the result, which is then returned; without gradients
+
+    With `return_max_logits` the last result is max_logits (num_heads,), fp32: the largest score that each head computed
+    in this call, after scale, softcap, bias and masks, before sinks; -inf if a head saw no key. It has no gradient.
 
         >>> q = k = v = torch.ones(1, 2, 4, 8)
         >>> attention(q, k, v, causal=True).shape
@@ -136,8 +175,11 @@ def attention(
     """
     if unknown:
         raise validation.unexpected(attention, unknown)
-    options = Options(causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
-    return _attend("dense", (q, k, v), (bias, mask, alibi_slopes, sinks), options, seed)
+    options = Options(
+        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse,
+        return_max_logits=return_max_logits,
+    )  # fmt: skip
+    return _attend("dense", (q, k, v), (bias, mask, alibi_slopes, sinks), options, seed, out)
 
 
 @overload
@@ -149,6 +191,7 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
     **flags: Unpack[Varlen],
 ) -> Tensor: ...
 @overload
@@ -160,8 +203,33 @@ def attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
     **flags: Unpack[Varlen],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+    **flags: Unpack[Varlen],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Attended,
+    k: Attended,
+    v: Attended,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    **flags: Unpack[Varlen],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_varlen(
     q: Attended,
     k: Attended,
@@ -181,9 +249,11 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
     scale: float | None = None,
-    deterministic: bool | None = None,
+    deterministic: bool | Literal["batch"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    out: Tensor | None = None,
     **unknown: Any,
 ) -> calls.Result:
     """Exact attention within packed sequences: sequence b is rows cu_seqlens[b] .. cu_seqlens[b+1]-1.
@@ -201,10 +271,11 @@ def attention_varlen(
     if unknown:
         raise validation.unexpected(attention_varlen, unknown)
     options = Options(
-        causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k
-    )
+        causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k,
+        return_max_logits,
+    )  # fmt: skip
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _attend("varlen", given, (bias, mask, alibi_slopes, sinks), options, seed)
+    return _attend("varlen", given, (bias, mask, alibi_slopes, sinks), options, seed, out)
 
 
 @overload
@@ -216,6 +287,7 @@ def attention_paged(
     seqlens_k: Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
     **flags: Unpack[Paged],
 ) -> Tensor: ...
 @overload
@@ -227,8 +299,33 @@ def attention_paged(
     seqlens_k: Tensor,
     *,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = ...,
     **flags: Unpack[Paged],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_paged(
+    q: Attended,
+    k_pages: Attended,
+    v_pages: Attended,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[True],
+    **flags: Unpack[Paged],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_paged(
+    q: Attended,
+    k_pages: Attended,
+    v_pages: Attended,
+    block_table: Tensor,
+    seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    **flags: Unpack[Paged],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_paged(
     q: Attended,
     k_pages: Attended,
@@ -247,9 +344,11 @@ def attention_paged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
-    deterministic: bool | None = None,
+    deterministic: bool | Literal["batch"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    return_max_logits: bool = False,
+    out: Tensor | None = None,
     **unknown: Any,
 ) -> calls.Result:
     """Exact attention to a paged KV cache: token j of sequence b is slot j % page_size of page block_table[b, j //
@@ -268,9 +367,12 @@ def attention_paged(
     """
     if unknown:
         raise validation.unexpected(attention_paged, unknown)
-    options = Options(causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, max_seqlen_q)
+    options = Options(
+        causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, max_seqlen_q,
+        return_max_logits=return_max_logits,
+    )  # fmt: skip
     given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
-    return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, shared_prefix=shared_prefix)
+    return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, None, out, shared_prefix)
 
 
 def _attend(
@@ -278,7 +380,8 @@ def _attend(
     given: tuple[Any, ...],
     scores: tuple[Any, Any, Any, Any],
     options: Options,
-    seed: int | Tensor | None = None,
+    seed: int | Tensor | None,
+    out: Tensor | None,
     shared_prefix: Any = None,
 ) -> calls.Result:
     """Common path of the three calls: run the cached call if the signature is known, else validate and run.
@@ -297,6 +400,8 @@ def _attend(
     if given[2].__class__ is Fp8Tensor:
         tensors, scales = validation.taken_apart(tensors)
         about += scales
+    if out is not None:
+        tensors = (*tensors, *NOTHING[len(tensors) :], out)
     count, slot, places = len(tensors), None, None
     if shared_prefix.__class__ is cascade.SharedPrefix:
         groups = shared_prefix[0]
@@ -307,20 +412,23 @@ def _attend(
         )
     if slot is not None and slot.call is not None:
         return slot.call(tensors, places)
-    operands = Operands(*given)
+    operands = Operands(*given)._replace(out=out)
     if slot is None and sharded.is_dtensor(operands.q):
 
         def attend(parts: Operands, options: Options) -> calls.Result:
-            return _attend(kind, parts[:7], parts[7:11], options, seed, shared_prefix)
+            return _attend(kind, parts[:7], parts[7:11], options, seed, None, shared_prefix)
 
         return sharded.attend(kind, attend, operands, options)
     operands, flags = validation.checked(kind, operands, options, seed)
     if shared_prefix is None:
         return ops.result(kind, operands, flags, return_lse=options.return_lse, slot=slot)
-    out, lse = cascade.attention(shared_prefix, operands, flags)
+    made: tuple[Tensor, ...] = cascade.attention(shared_prefix, operands, flags)
+    out, lse, logits = made[0], made[1], made[2:]
     if slot is not None and not slot.is_tried:
         slot.call = cascade.bound(shared_prefix, operands, flags, (out, lse), count, return_lse=options.return_lse)
         slot.is_tried = True
+    if logits:
+        return (out, lse, logits[0]) if options.return_lse else (out, logits[0])
     return (out, lse) if options.return_lse else out
 
 

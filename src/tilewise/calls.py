@@ -39,7 +39,7 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
 _is_deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001
 _address = Tensor.data_ptr
 
-Result = Tensor | tuple[Tensor, Tensor]
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 # Addresses of tensors.
 Places = tuple[int, ...]
 # Result of `slot_of`.

@@ -12,6 +12,7 @@ __all__ = ["COUNTS", "canonical", "canonical_tangents", "contiguous_last", "head
 
 # Index tensors.
 COUNTS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
+OUT = Operands._fields.index("out")
 
 
 def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
@@ -24,16 +25,15 @@ def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
     q, k, v, *rest = operands
     if problem.layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if operands.out is not None:
+            rest[OUT - 3] = operands.out.transpose(1, 2)
     q, k, v = contiguous_last(q), contiguous_last(k), contiguous_last(v)
     if not (problem.bias_shape or problem.mask_shape or problem.tiles_shape or problem.has_alibi):
         same = q is operands.q and k is operands.k and v is operands.v
         return operands if same else Operands(q, k, v, *rest)
     scores = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     slopes, tiles = operands.alibi_slopes, operands.tiles
-    return operands._replace(
-        q=q,
-        k=k,
-        v=v,
+    return Operands(q, k, v, *rest)._replace(
         bias=None if operands.bias is None else operands.bias.expand(scores),
         mask=None if operands.mask is None else operands.mask.expand(scores),
         tiles=None if tiles is None else tiles.expand(problem.batch, problem.num_heads, -1, -1),

@@ -44,6 +44,7 @@ L2_SPEED = 2.0
 CPU_MERGE_SECONDS = 2e-9
 # Dtypes that kernels merge. Results of the fp64 reference are merged by torch.
 MERGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OUT = Operands._fields.index("out")
 HINT_MAKER = "PagedKVCache.shared_prefix() makes it."
 
 
@@ -111,6 +112,10 @@ def refusal(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Device
         if getattr(operands, name) is not None:
             name = "mask" if name == "tiles" else name
             return f"{name} is another one for every sequence of a group"
+    if flags.batch_invariant:
+        return "merging it would make bits depend on the batch"
+    if flags.max_logits:
+        return "the largest score of a head is that of one pass over all keys"
     if operands.q_scale is not None:
         return "q in e4m3 has scales of its sequences, not of the groups"
     if flags.needs_grad or derivatives.is_dual(operands):
@@ -139,6 +144,8 @@ def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> 
     """(out, lse) of a paged problem. A shared prefix is attended separately where that is faster."""
     if shared is not None:
         _check(shared, operands)
+        if operands.out is not None and ops.is_plain_eager(operands):
+            _apart_memory(shared, operands, len(operands)).check((*operands, *shared[1:]))
     if shared is None or refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         return ops.repeated("paged", operands, flags)
     if ops.is_plain_eager(operands):
@@ -146,6 +153,12 @@ def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> 
         # invalid.
         validation.check_structure("paged", operands, flags)
     return _apart(shared, operands, flags)
+
+
+def _apart_memory(shared: SharedPrefix, operands: Operands, count: int) -> validation.Apart:
+    """The check that `out` shares no memory with the first `count` operands and the tensors of the hint."""
+    names = (*Operands._fields[:count], *[f"shared_prefix.{name}" for name in shared._fields[1:]])
+    return validation.Apart(names, (*operands[:count], *shared[1:]))
 
 
 def _check(shared: Any, operands: Operands) -> None:
@@ -217,7 +230,8 @@ def bound(
         return None
     own = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True)
     backend, problem, _, everything = prefix
-    return _Shared(shared.groups, backend, problem, everything, own, attend, count, reads, return_lse)
+    memory = None if operands.out is None else _apart_memory(shared, operands, count)
+    return _Shared(shared.groups, backend, problem, everything, own, attend, count, reads, return_lse, memory)
 
 
 @dataclass(slots=True)
@@ -233,6 +247,7 @@ class _Shared:
     _count: int
     _reads: bool
     _with_lse: bool
+    _memory: validation.Apart | None
     _nvtx: bool = field(init=False)
     _both: Any = field(init=False)
 
@@ -247,6 +262,8 @@ class _Shared:
     def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> Any:
         if self._reads:
             self._check(tensors)
+        if self._memory is not None:
+            self._memory.check(tensors, places)
         made: Sequence[Tensor] | None = None
         if self._both is None:
             pass
@@ -257,6 +274,10 @@ class _Shared:
             made = self._both(tensors, places)
         if made is None:
             made = self._one_by_one(tensors)
+        elif self._memory is not None:
+            out: Any = tensors[OUT]
+            ops.touch(out)
+            made = (out, *made)
         return (made[0], made[1]) if self._with_lse else made[0]
 
     def _check(self, tensors: Sequence[Any]) -> None:
@@ -352,7 +373,7 @@ def _merged(
     out: Tensor, lse: Tensor, prefix_out: Tensor, prefix_lse: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`out` (rows, heads, dim) and `lse` (heads, rows) merged in place with the results of the prefixes."""
-    kernel = out.dtype in MERGE_DTYPES and ops.is_plain_eager((out, lse, prefix_out))
+    kernel = out.dtype in MERGE_DTYPES and out.is_contiguous() and ops.is_plain_eager((out, lse, prefix_out))
     backend = dispatch.serving(out.device.type) if kernel else None
     merge = merge_rows if backend is None else backend.merge_rows
     merge(out, lse, prefix_out, prefix_lse, rows)

@@ -37,6 +37,7 @@ __all__ = [
     "attend_dual",
     "attend_transformed",
     "backward",
+    "call_more",
     "call_op",
     "fake_gradients",
     "gradients_of_dual",
@@ -351,6 +352,14 @@ def call_op(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tenso
     """(out, lse), through the dispatcher."""
     out, lse = _op(kind)(*_tensors(kind, operands), *flags)
     return out, lse
+
+
+def call_more(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
+    """(out, lse), and max_logits if they are wanted: a call that has `out` or wants them, through the dispatcher."""
+    if operands.out is None:
+        return tuple(_op(kind, "_logits")(*_tensors(kind, operands), *flags))
+    made = _op(kind, "_out")(*_tensors(kind, operands), *flags, operands.out)
+    return (operands.out, *made) if flags.max_logits else (operands.out, made[0])
 
 
 def backward(

@@ -14,7 +14,7 @@ import torch
 
 from tilewise import backends, settings
 from tilewise.backends import Status, load, statuses
-from tilewise.backends.base import Backend, Differentiating, Serving, TileMasking
+from tilewise.backends.base import Backend, Differentiating, Invariant, Measuring, Serving, TileMasking
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.problem import AttentionProblem
@@ -86,6 +86,10 @@ def refusal(backend: Backend, problem: AttentionProblem, device: DeviceSpec) -> 
     # Asked here, so that a backend which does not know tile masks cannot ignore one.
     if reason is None and problem.tiles_shape is not None and not isinstance(backend, TileMasking):
         return "has no tile masks: pass mask=mask.dense(), which computes every pair"
+    if reason is None and problem.max_logits and not isinstance(backend, Measuring):
+        return "does not know max_logits"
+    if reason is None and problem.batch_invariant and not isinstance(backend, Invariant):
+        return "does not say that its results are independent of the batch"
     return reason
 
 

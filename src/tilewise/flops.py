@@ -49,6 +49,8 @@ def _registered() -> dict[Any, Callable[..., int]]:
     formulas: dict[Any, Callable[..., int]] = {}
     for kind in OPERANDS:
         formulas[getattr(torch.ops.tilewise, kind)] = functools.partial(_forward, kind)
+        formulas[getattr(torch.ops.tilewise, f"{kind}_logits")] = functools.partial(_forward, kind)
+        formulas[getattr(torch.ops.tilewise, f"{kind}_out")] = functools.partial(_forward_out, kind)
         formulas[getattr(torch.ops.tilewise, f"{kind}_backward")] = functools.partial(_backward, kind)
         formulas[getattr(torch.ops.tilewise, f"{kind}_tangent")] = functools.partial(_tangent, kind)
         formulas[getattr(torch.ops.tilewise, f"{kind}_twice")] = functools.partial(_twice, kind)
@@ -62,6 +64,11 @@ def _forward(kind: Kind, *args: Any, out_val: Any = None) -> int:
     del out_val
     problem, pairs = _sizes(kind, args)
     return 2 * pairs * problem.num_heads * (problem.head_dim + problem.head_dim_v)
+
+
+def _forward_out(kind: Kind, *args: Any, out_val: Any = None) -> int:
+    """The same; the last argument is the memory of the result."""
+    return _forward(kind, *args[:-1], out_val=out_val)
 
 
 def _backward(kind: Kind, *args: Any, out_val: Any = None) -> int:

@@ -2,13 +2,13 @@
 
 Backends receive canonical operands: heads-first views of dense q, k, v; 4-D `bias` and `mask` expanded (stride 0) to
 (batch, num_heads, seqlen_q, seqlen_k), and the map of a tile mask to (batch, num_heads, tiles of queries, tiles of
-keys); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v,
-of lengths and of the block table contiguous.
+keys); `alibi_slopes` expanded to (batch, num_heads); the last dimension of q, k, v, of lengths and of the block table
+contiguous; `out` heads first, with any strides.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,10 @@ class Operands(NamedTuple):
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    # Memory of the caller that the result is written into.
+    out: Tensor | None = None
+    # (num_heads,), -inf: the backend raises it to the largest score of each head.
+    max_logits: Tensor | None = None
 
 
 class Options(NamedTuple):
@@ -52,11 +56,12 @@ class Options(NamedTuple):
     scale: float | None = None
     dropout: float = 0.0
     layout: str = "bhsd"
-    deterministic: bool | None = None
+    deterministic: bool | Literal["batch"] | None = None
     backend: str = "auto"
     return_lse: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    return_max_logits: bool = False
 
 
 class Flags(NamedTuple):
@@ -82,6 +87,10 @@ class Flags(NamedTuple):
     # The lengths that a tile mask was made for.
     mask_seqlen_q: int | None = None
     mask_seqlen_k: int | None = None
+    # Whether the largest score of each head is wanted.
+    max_logits: bool = False
+    # Whether the bits of a sequence may not depend on its batch.
+    batch_invariant: bool = False
 
 
 class Wanted(NamedTuple):

@@ -18,15 +18,18 @@ from torch.autograd import forward_ad
 from tilewise import batching, calls, derivatives, device, dispatch, settings, tracing, validation
 from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
-from tilewise.derivatives import DIFFERENTIABLE, backward, call_op, scattered, wanted_of
+from tilewise.derivatives import DIFFERENTIABLE, backward, call_more, call_op, scattered, wanted_of
+from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 
-__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse", "repeated", "result"]
+__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse", "repeated", "result", "touch"]
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
+_OUT, _LOGITS = Operands._fields.index("out"), Operands._fields.index("max_logits")
+_NOTHING = (None,) * _LOGITS
 # Backward passes cached per call, keyed by the wanted gradients and the strides of dout and dlse. Few calls need two.
 MAX_BACKWARDS = 4
 
@@ -70,9 +73,13 @@ def result(
     slot: calls.Slot | None = None,
     before: Callable[[], None] | None = None,
 ) -> calls.Result:
-    """`attention`, without lse unless `return_lse`. The call is stored in `slot`, where its signature allows that."""
+    """`attention`, without lse unless `return_lse`; `flags.max_logits` adds the largest score of each head. The call is
+    stored in `slot`, where its signature allows that.
+    """
     derivatives.refuse_tracing()
     dual = derivatives.is_dual(operands)
+    if operands.out is not None or flags.max_logits:
+        _refuse_transforms("out=" if operands.out is not None else "return_max_logits=True", dual=dual)
     if not dual and is_plain_eager(operands):
         lasting = slot is not None and validation.lasts(kind, operands, flags)
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
@@ -86,9 +93,26 @@ def result(
         out, lse = derivatives.attend_dual(kind, operands, flags)
     elif torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # noqa: SLF001
         out, lse = derivatives.attend_transformed(kind, operands, flags)
+    elif operands.out is not None or flags.max_logits:
+        out, lse, *logits = call_more(kind, operands, flags)
+        return _picked(out, lse, logits, return_lse)
     else:
         out, lse = call_op(kind, operands, flags)
     return (out, lse) if return_lse else out
+
+
+def _picked(out: Tensor, lse: Tensor, logits: Sequence[Tensor], return_lse: bool) -> calls.Result:
+    """What the caller asked for of (out, lse, max_logits)."""
+    results = (out, lse, *logits) if return_lse else (out, *logits)
+    return cast("calls.Result", results if len(results) > 1 else out)
+
+
+def _refuse_transforms(name: str, *, dual: bool) -> None:
+    """Raise for an argument under a transform: its result would have to hold a batch or a tangent."""
+    if dual or torch._C._are_functorch_transforms_active():  # noqa: SLF001
+        raise Unsupported(
+            f"{name} is not computed under torch.func transforms and forward-mode derivatives: leave it out there"
+        )
 
 
 def is_plain_eager(tensors: Sequence[Tensor | None]) -> bool:
@@ -109,19 +133,23 @@ class Call:
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags", "kind",
-        "problem", "return_lse", "wide",
+        "_apart", "_backwards", "_chosen", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags",
+        "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
         self.kind, self.flags, self.return_lse = kind, flags, return_lse
         self.problem, self._chosen = _choose(kind, operands, flags)
         self._recorded = flags.needs_grad
+        if self.problem.max_logits:
+            operands = operands._replace(max_logits=_no_logits(self.problem, operands.q.device))
         # int64 index tensors are converted before the pass; the bound pass takes int32.
         self.wide = tuple([i for i in _COUNTS if (t := operands[i]) is not None and t.dtype == torch.int64])
         # The bound forward pass, or None.
         self.bound = self._bound_forward(Operands(*self._narrowed(operands))) if lasting else None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
+        named = operands._replace(max_logits=None)
+        self._apart = None if operands.out is None else validation.Apart(Operands._fields, named)
         self._reads = lasting and validation.reads_contents(kind, operands)
         self._backwards: tuple[_BoundBackward, ...] = ()
         # The Python wrapper of torch's `apply` unwraps functorch leftovers, which a lasting call never has: skip it.
@@ -137,10 +165,16 @@ class Call:
                 return self(tensors, places, before, True)
         if self._reads:
             validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
+        if self._apart is not None:
+            self._apart.check(tensors, places)
         if before is not None:
             before()
         if self.wide:
             tensors, places = self._narrowed(tensors), None
+        if self.problem.max_logits:
+            return self._with_logits(tensors)
+        if self._apart is not None:
+            return self._written(tensors, places)
         if self._recorded:
             recorded: calls.Result = self._record(self, places, *tensors)
             return recorded
@@ -150,6 +184,30 @@ class Call:
         if made is None:
             made = _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return (made[0], made[1]) if self.return_lse else made[0]
+
+    def _with_logits(self, tensors: Sequence[Tensor | None]) -> calls.Result:
+        """The results of a call that also wants the largest score of each head."""
+        q: Any = tensors[0]
+        logits = _no_logits(self.problem, q.device)
+        tensors = (*tensors[:_LOGITS], *_NOTHING[len(tensors) :], logits)
+        if self._recorded:
+            result: Any = self._record(self, None, *tensors)
+        elif self._apart is not None:
+            result = self._written(tensors, None)
+        else:
+            made = self.forward(tensors)
+            result = (made[0], made[1]) if self.return_lse else made[0]
+        return (*result, logits) if self.return_lse else (result, logits)
+
+    def _written(self, tensors: Sequence[Tensor | None], places: calls.Places | None) -> calls.Result:
+        """The results of a call with `out`."""
+        out: Any = tensors[_OUT]
+        made = None if self.bound is None else self.bound(tensors, places)
+        lse = _run(self.problem, self._chosen, Operands(*tensors))[1] if made is None else None  # type: ignore[arg-type]
+        touch(out)
+        if not self.return_lse:
+            return cast("Tensor", out)
+        return out, made[0] if made is not None else cast("Tensor", lse)
 
     def forward(self, tensors: Sequence[Tensor | None], places: calls.Places | None = None) -> Sequence[Tensor]:
         """out, lse (if it is returned or recorded) and anything else the pass made; not recorded by autograd."""
@@ -195,7 +253,9 @@ class Call:
         ready = canonical(self.problem, operands)
         if not isinstance(backend, Binding) or _is_moved(operands, ready):
             return None
-        return backend.bind_forward(self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
+        bound = backend.bind_forward(self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
+        # A pass that makes an `out` of its own would need a copy in every call, which the general way does.
+        return None if bound is not None and operands.out is not None and "out" in bound.made else bound
 
     def _bound_backward(
         self, given: tuple[Any, ...], needs: tuple[bool, ...]
@@ -258,7 +318,8 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, call: Call, places: calls.Places | None, *tensors: Tensor | None) -> calls.Result:
         made = call.forward(tensors, places)
         out, lse = made[0], made[1]
-        ctx.save_for_backward(out, lse, *tensors)
+        # Not max_logits, which the caller may change.
+        ctx.save_for_backward(out, lse, *tensors[:_LOGITS])
         ctx.call = call
         ctx.set_materialize_grads(False)
         return (out, lse) if call.return_lse else out
@@ -268,7 +329,8 @@ class _Recorded(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
-        return None, None, *ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[2:])
+        gradients = ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[2 : 2 + _LOGITS])
+        return None, None, *gradients, *[None] * (len(needs) - 2 - _LOGITS)
 
 
 def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, dispatch.Selection]:
@@ -279,13 +341,32 @@ def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProb
 
 def _run(problem: AttentionProblem, chosen: dispatch.Selection, operands: Operands) -> tuple[Tensor, Tensor]:
     out, lse = chosen.backend.forward(problem, canonical(problem, operands))
-    return heads_first(problem, out), lse
+    out, target = heads_first(problem, out), operands.out
+    if target is None:
+        return out, lse
+    # A backend may write into the given memory, or return a result of its own.
+    return target if out.data_ptr() == target.data_ptr() else target.copy_(out), lse
 
 
-def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+def touch(out: Tensor) -> None:
+    """Tell autograd that the contents changed: a tensor saved for a backward before must not be used after."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
+def _no_logits(problem: AttentionProblem, device: torch.device) -> Tensor:
+    """The largest score of each head before any was computed."""
+    return torch.full((problem.num_heads,), -torch.inf, dtype=problem.accumulate_dtype, device=device)
+
+
+def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
+    """(out, lse), and max_logits if they are wanted."""
     problem, chosen = _choose(kind, operands, flags)
+    if problem.max_logits:
+        operands = operands._replace(max_logits=_no_logits(problem, operands.q.device))
     with tracing.span(tracing.FORWARD, operands, chosen.backend.name, problem):
-        return _run(problem, chosen, operands)
+        out, lse = _run(problem, chosen, operands)
+    return (out, lse) if operands.max_logits is None else (out, lse, operands.max_logits)
 
 
 def _launch_backward(kind: Kind, operands: Operands, flags: Flags, *rest: Any) -> Gradients:
@@ -318,15 +399,46 @@ def _run_backward(
 
 
 def _forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _launch(kind, *unpack(kind, args))
+    return out, lse
+
+
+def _forward_logits(kind: Kind, *args: Any) -> tuple[Tensor, ...]:
     return _launch(kind, *unpack(kind, args))
 
 
+def _forward_out(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
+    operands, flags = unpack(kind, args[:-1])
+    operands = operands._replace(out=args[-1])
+    validation.check_result(operands)
+    _, lse, *logits = _launch(kind, operands, flags)
+    touch(args[-1])
+    return lse, logits[0] if logits else lse.new_empty(0)
+
+
+def _forward_out_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
+    operands, flags = unpack(kind, args[:-1])
+    _, lse, logits = _results_fake(kind, operands._replace(out=args[-1]), flags)
+    return lse, logits if flags.max_logits else lse.new_empty(0)
+
+
 def _forward_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
-    operands, flags = unpack(kind, args)
+    return _results_fake(kind, *unpack(kind, args))[:2]
+
+
+def _forward_logits_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _results_fake(kind, *unpack(kind, args))
+
+
+def _results_fake(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor, Tensor]:
     dispatch.require(flags.backend)
     problem = validation.describe(kind, operands, flags)
     out = operands.q.new_empty(problem.out_shape, dtype=problem.dtype)
-    return out, operands.q.new_empty(problem.lse_shape, dtype=problem.accumulate_dtype)
+    lse, logits = (
+        operands.q.new_empty(shape, dtype=problem.accumulate_dtype)
+        for shape in (problem.lse_shape, (problem.num_heads,))
+    )
+    return out, lse, logits
 
 
 def _backward(
@@ -345,14 +457,18 @@ def _backward_fake(
     return derivatives.fake_gradients(operands, Wanted(*wanted))
 
 
-def _save(kind: Kind, ctx: Any, inputs: Args, output: tuple[Tensor, Tensor]) -> None:
+def _save(kind: Kind, ctx: Any, inputs: Args, output: tuple[Tensor, ...]) -> None:
     count = len(operand_names(kind))
-    ctx.save_for_backward(*output, *inputs[:count])
+    ctx.save_for_backward(*output[:2], *inputs[:count])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.flags = inputs[count:]
     ctx.set_materialize_grads(False)
 
 
-def _autograd(kind: Kind, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _autograd(
+    kind: Kind, ctx: Any, dout: Tensor | None, dlse: Tensor | None, dlogits: None = None
+) -> tuple[Tensor | None, ...]:
+    del dlogits  # max_logits have no gradient
     names = operand_names(kind)
     result: dict[str, Tensor | None] = {}
     if dout is not None or dlse is not None:
@@ -365,32 +481,51 @@ def _autograd(kind: Kind, ctx: Any, dout: Tensor | None, dlse: Tensor | None) ->
     return (*(result.get(name) for name in names), *(None for _ in ctx.flags))
 
 
+def _refuse_vmap(name: str, info: Any, in_dims: Any, *args: Any) -> Any:
+    del info, in_dims, args
+    _refuse_transforms(name, dual=True)
+
+
 def _register(library: torch.library.Library, kind: Kind) -> None:
     saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
     library.define(f"{kind}({schema(kind)}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(
+        f"{kind}_logits({schema(kind)}) -> (Tensor out, Tensor lse, Tensor max_logits)",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    library.define(
+        f"{kind}_out({schema(kind)}, Tensor(a!) out) -> (Tensor lse, Tensor max_logits)",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
     library.define(
         f"{kind}_backward({saved}, {schema(kind)}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         kind: (_forward, _forward_fake),
+        f"{kind}_logits": (_forward_logits, _forward_logits_fake),
+        f"{kind}_out": (_forward_out, _forward_out_fake),
         f"{kind}_backward": (_backward, _backward_fake),
     }
     for name, (real, fake) in implementations.items():
         library.impl(name, functools.partial(real, kind), "CompositeExplicitAutograd")
         torch.library.register_fake(f"tilewise::{name}", functools.partial(fake, kind), lib=library)
-    torch.library.register_autograd(
-        f"tilewise::{kind}",
-        functools.partial(_autograd, kind),
-        setup_context=lambda ctx, inputs, output: _save(kind, ctx, inputs, output),
-        lib=library,
-    )
+    for name in (kind, f"{kind}_logits"):
+        torch.library.register_autograd(
+            f"tilewise::{name}",
+            functools.partial(_autograd, kind),
+            setup_context=lambda ctx, inputs, output: _save(kind, ctx, inputs, output),
+            lib=library,
+        )
     torch.library.register_autograd(
         f"tilewise::{kind}_backward",
         functools.partial(derivatives.pull_backward_op, kind),
         setup_context=lambda ctx, inputs, output: derivatives.save_backward_op(kind, ctx, inputs, output),
         lib=library,
     )
+    for suffix, asked in (("out", "out="), ("logits", "return_max_logits=True")):
+        refuse_it = functools.partial(_refuse_vmap, asked)
+        torch.library.register_vmap(f"tilewise::{kind}_{suffix}", refuse_it, lib=library)
     for name, rule in ((kind, batching.forward_rule), (f"{kind}_backward", batching.backward_rule)):
         rule_of = functools.partial(batching.vmapped, operand_names(kind), name, rule)
         torch.library.register_vmap(f"tilewise::{name}", rule_of, lib=library)

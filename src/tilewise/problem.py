@@ -32,6 +32,8 @@ class AttentionProblem:
     `tiles_shape` is the shape of a tile mask's map. `fp8` names the operands in e4m3 with scales, ("k", "v") or ("q",
     "k", "v"); `scale_blocks` are the rows of q, k, v that share a scale (None: all rows of a head; of pages, a page's);
     `dtype` is then the result's. `higher` asks for a pass beyond the backward: a tangent (jvp) or a second derivative.
+    `max_logits` asks for the largest score of each head. `batch_invariant`: the bits of a sequence's results may not
+    depend on the other sequences, their number or the device's size.
     """
 
     kind: Kind
@@ -65,6 +67,8 @@ class AttentionProblem:
     fp8: tuple[str, ...] = ()
     scale_blocks: tuple[int | None, int | None, int | None] = (None, None, None)
     higher: bool = False
+    max_logits: bool = False
+    batch_invariant: bool = False
 
     def __hash__(self) -> int:
         # Only fields that differ between the calls of a program: every cache hashes the problem, and all fields take
@@ -120,5 +124,7 @@ class AttentionProblem:
             "sinks": self.has_sinks,
             "dropout": self.dropout > 0.0,
             "fp8": bool(self.fp8),
+            "max_logits": self.max_logits,
+            "batch-invariant": self.batch_invariant,
         }
         return tuple(name for name, on in used.items() if on)

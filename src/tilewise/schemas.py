@@ -24,7 +24,8 @@ FLAGS = (
     "bool causal, SymInt? window_left, SymInt? window_right, float? scale, float? softcap, float dropout, str layout, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, bool deterministic, bool needs_grad, str backend, "
     "int? q_block, int? k_block, int? v_block, ScalarType? out_dtype, "
-    "SymInt? mask_seqlen_q, SymInt? mask_seqlen_k"
+    "SymInt? mask_seqlen_q, SymInt? mask_seqlen_k, bool max_logits, "
+    "bool batch_invariant"
 )
 
 

@@ -60,6 +60,14 @@ def attend(
     check_flag("layout", options.layout)
     if options.dropout:
         raise Unsupported("dropout of DTensors is not computed: ranks would have to draw the bits of the whole tensor")
+    if options.deterministic == "batch":
+        raise Unsupported("deterministic='batch' of DTensors was not tested: call it with the local parts")
+    if options.return_max_logits:
+        raise Unsupported(
+            "return_max_logits of DTensors is not computed: call it with the local parts, and reduce over the ranks"
+        )
+    if operands.out is not None:
+        raise Unsupported("out= of DTensors is not written: call it with the local parts, or copy the result")
     if operands.mask is not None and not isinstance(operands.mask, Tensor):
         raise Unsupported("a tile mask of DTensors is not sharded: pass mask.dense() as a DTensor, placed as q is")
     cuts = CUTS[f"dense {options.layout}" if kind == "dense" else kind]

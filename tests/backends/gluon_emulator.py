@@ -439,6 +439,7 @@ LANGUAGE: dict[str, Any] = {
     "static_range": range,
     "inline_asm_elementwise": assembly,
     "atomic_add": atomic(lambda old, x: old + x),
+    "atomic_max": atomic(lambda old, x: torch.maximum(old, torch.as_tensor(x, dtype=old.dtype))),
     "atomic_xchg": atomic(lambda _, x: x),
     "allocate_shared_memory": allocate,
     "warp_specialize": specialize,

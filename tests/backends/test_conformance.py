@@ -25,9 +25,11 @@ from tilewise.testing import (
     check,
     check_higher,
     check_higher_repeatable,
+    check_largest,
     check_repeatable,
     check_unread,
     check_untouched,
+    check_written,
     find_faults,
     make_inputs,
     run,
@@ -35,7 +37,14 @@ from tilewise.testing import (
 from tilewise.testing.generation import pair_cases, single_cases, size_cases
 from tilewise.testing.higher import higher_cases
 from tilewise.testing.results import dropout_seed
-from tilewise.testing.special import fp8_cases, padded_cases, repeatable_cases, special_cases
+from tilewise.testing.special import (
+    fp8_cases,
+    largest_cases,
+    padded_cases,
+    repeatable_cases,
+    special_cases,
+    written_cases,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("reference_is_single_threaded"),
@@ -515,6 +524,16 @@ def test_runs_repeat_bit_for_bit(case: Case, backend: str, device: str) -> None:
 @over(padded_cases)
 def test_inputs_are_left_alone(case: Case, backend: str, device: str) -> None:
     check_untouched(*runnable(case, backend, device))
+
+
+@over(written_cases)
+def test_results_are_written_into_memory_of_the_caller(case: Case, backend: str, device: str) -> None:
+    check_written(*runnable(case, backend, device))
+
+
+@over(largest_cases)
+def test_the_largest_score_of_each_head(case: Case, backend: str, device: str) -> None:
+    check_largest(*runnable(case, backend, device))
 
 
 @pytest.mark.slow

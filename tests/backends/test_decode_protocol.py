@@ -75,6 +75,23 @@ def test_pages(case: Case, page_size: int, storage: str, several: bool, decode: 
     check(case, packed, *decode(problem, operands))
 
 
+@pytest.mark.parametrize("name", ["several tokens", "packed"])
+def test_rows_into_memory_of_the_caller(name: str, decode: Callable[..., Any]) -> None:
+    MODE.late_loads = False
+    case = DENSE[name]
+    operands = case.inputs()
+    ref, ref_lse = decode(case.problem, operands)
+    width, padding = ref.shape[-1], 3 if name != "packed" else 0
+    memory = torch.full((*ref.shape[:-1], width + padding), 7.0, dtype=ref.dtype)
+    given = memory[..., :width]
+    assert importlib.import_module(f"{PACKAGE}.launch").writes_into(case.problem, given)
+    out, lse = decode(case.problem, operands._replace(out=given))
+    assert out is given
+    assert torch.equal(out, ref)
+    assert torch.equal(lse, ref_lse)
+    assert bool((memory[..., width:] == 7.0).all())
+
+
 @pytest.mark.parametrize("longest", [700, 9000], ids=["as long as may be", "far shorter"])
 def test_one_sequence_in_pages(longest: int, decode: Callable[..., Any]) -> None:
     """Page ids are read ahead where its share would begin if the sequence were as long as it may be."""

@@ -60,6 +60,9 @@ KERNELS = (
     Kernel("decode_kernel", "decode", {}),
     Kernel("decode_kernel", "decode", {**PAGED, "fp8": ("k", "v")}),
     Kernel("fp8_forward_kernel", "fp8", {"d": 128, **CAUSAL}),
+    Kernel("forward_kernel", "forward", {"d": 128, **CAUSAL, "max_logits": True}),
+    Kernel("forward_quad_kernel", "forward", {"d": 64, "max_logits": True}),
+    Kernel("forward_kernel", "forward", {"d": 256, **CAUSAL, "has_sinks": True, "max_logits": True}),
 )
 
 

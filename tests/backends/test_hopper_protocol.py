@@ -247,6 +247,49 @@ def check_forward(case: Case, emulated: Callable[[str], Any]) -> None:
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 
+LARGEST = ("d64 fewer keys", "d64 three warpgroups", "d128 rising", "d192 causal", "sinks", "packed", "window")
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_largest_scores(name: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The true maximum of each head, also where the reference of a row would otherwise stay behind it."""
+    MODE.late_loads = False
+    case = FORWARD[name]
+    launch = emulated("launch")
+    launch.forward_pass.cache_clear()
+    if case.tile is not None:
+        configs = emulated("configs")
+        monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, str(case.tile)))
+    problem = replace(case.problem, max_logits=True)
+    largest, ref_largest = (torch.full((problem.num_heads,), -math.inf, dtype=d) for d in (torch.float32, torch.double))
+    operands = case.inputs()._replace(max_logits=largest)
+    out, lse = launch.run_forward(problem, operands)
+    specified = in_double(operands)._replace(max_logits=ref_largest)
+    ref, ref_lse = reference().forward(replace(problem, dtype=torch.float64), specified)
+    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(largest.double(), ref_largest, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("padding", [0, 8, 4])
+@pytest.mark.parametrize("name", ["d64 fewer keys", "packed"])
+def test_forward_into_memory_of_the_caller(name: str, padding: int, emulated: Callable[[str], Any]) -> None:
+    """Straight into `out` where TMA can address it; else the caller copies. Columns between its own are not written."""
+    MODE.late_loads = False
+    case = FORWARD[name]
+    operands, launch = case.inputs(), emulated("launch")
+    ref, ref_lse = launch.run_forward(case.problem, operands)
+    memory = torch.full((*ref.shape[:-1], ref.shape[-1] + padding), 7.0, dtype=ref.dtype)
+    given = memory[..., : ref.shape[-1]]
+    assert launch.writes_into(case.problem, given) == (padding == 0 or (padding == 8 and name != "packed"))
+    if launch.writes_into(case.problem, given):
+        out, lse = launch.run_forward(case.problem, operands._replace(out=given))
+        assert out is given
+        assert torch.equal(out, ref)
+        assert torch.equal(lse, ref_lse)
+        assert bool((memory[..., ref.shape[-1] :] == 7.0).all())
+
+
 PAGED = {
     "one page a tile": (Case(128, lengths=PACKED, padding=3), 128, "rows first"),
     "two pages a tile": (Case(128, lengths=PACKED, causal=True, sinks=True), 64, "heads first"),

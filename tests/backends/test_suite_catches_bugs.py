@@ -20,9 +20,17 @@ from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_keep
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.testing import BackendImplementation, Case, Nonconformance, check, check_higher, installed
+from tilewise.testing import (
+    BackendImplementation,
+    Case,
+    Nonconformance,
+    check,
+    check_higher,
+    check_largest,
+    installed,
+)
 from tilewise.testing.generation import single_cases
-from tilewise.testing.special import special_cases
+from tilewise.testing.special import largest_cases, special_cases
 from tilewise.testing.threads import one_thread
 
 BLOCK_M, BLOCK_N = 32, 16
@@ -96,6 +104,10 @@ class ToyBackend:
         del problem
         return "nothing is skipped"
 
+    def finds_largest(self, problem: AttentionProblem) -> str:
+        del problem
+        return "tile by tile"
+
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         out = torch.empty(problem.out_shape, dtype=problem.dtype)
         out = out.transpose(1, 2) if problem.layout == "bshd" else out
@@ -119,6 +131,8 @@ class ToyBackend:
         row_sum, acc = q.new_zeros(heads, count), q.new_zeros(heads, count, problem.head_dim_v)
         for n_start, n_stop in self._key_tiles(rows.seqlen_k):
             s, _, keep = self._tile(problem, operands, rows, q, k, n_start, n_stop)
+            if operands.max_logits is not None:
+                self._raise(operands, s)
             new_max = torch.maximum(row_max, s.amax(-1))
             shift = torch.where(new_max == -math.inf, 0.0, new_max)
             alpha, p = torch.exp(row_max - shift), torch.exp(s - shift[..., None])
@@ -135,6 +149,17 @@ class ToyBackend:
             return acc * torch.exp(shift - lse)[..., None] * (row_sum / row_sum)[..., None], lse
         whole = torch.where(lse == -math.inf, 0.0, lse if self.bug != "lse_without_max" else lse + shift)
         return acc * torch.exp(shift - whole)[..., None], lse
+
+    def _raise(self, operands: Operands, s: Tensor) -> None:
+        assert operands.max_logits is not None
+        largest = s.amax((1, 2))
+        if self.bug == "largest_of_sizes":
+            largest = s.masked_fill(s == -math.inf, 0.0).abs().amax((1, 2))
+        if self.bug == "largest_of_last_tile":
+            operands.max_logits.fill_(-math.inf)
+        if self.bug == "largest_with_sinks" and operands.sinks is not None:
+            largest = torch.maximum(largest, operands.sinks.to(largest.dtype))
+        operands.max_logits.copy_(torch.maximum(operands.max_logits, largest))
 
     def backward(
         self,
@@ -394,6 +419,31 @@ def test_planted_bug_is_found(bug: str) -> None:
     mutant = ToyBackend(bug)
     cases = filter(NEEDED.get(bug, lambda _: True), sorted(special_cases() + single_cases(), key=num_scores))
     assert any(fault_of(mutant, case) for case in cases), BUGS[bug]
+
+
+# Planted in the largest scores: what is found instead.
+LARGEST_BUGS = {
+    "largest_of_sizes": "the largest magnitude",
+    "largest_of_last_tile": "the largest of the last tile",
+    "largest_with_sinks": "the largest of scores and sink",
+}
+
+
+@pytest.mark.parametrize("bug", ["", *LARGEST_BUGS])
+def test_wrong_largest_scores_are_found(bug: str) -> None:
+    cases = [case for case in largest_cases() if case.kind != "paged" and not case.fp8]
+    if not bug:
+        cases = cases[::3]
+
+    def is_wrong(case: Case) -> bool:
+        try:
+            check_largest(case.forward_only(), BackendImplementation(name))
+        except Nonconformance:
+            return True
+        return False
+
+    with installed(ToyBackend(bug)) as name:
+        assert any(map(is_wrong, cases)) == bool(bug)
 
 
 # Planted in tangents and second derivatives of the reference, and a case that shows each.

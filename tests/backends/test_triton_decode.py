@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,14 @@ from tilewise import device as devices
 from tilewise import fp8
 from tilewise.problem import AttentionProblem
 from tilewise.testing import BackendImplementation, Case, check
+from tilewise.testing.invariance import Sequences, check_invariant
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 quantised = pytest.importorskip("tilewise.backends.triton.quantised")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
+planning = pytest.importorskip("tilewise.backends.triton.planning")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -208,3 +212,33 @@ def assembled(ptx: str) -> tuple[int, int]:
     command = [str(path), "-v", f"--gpu-name={found[1]}", "-", "-o", "/dev/null"]
     log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     return int(re.findall(r"Used (\d+) registers", log)[0]), sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fixed splits of 128 keys, merged two at a time."""
+    caches = (planning._kept_plan, launch._kept_forward)
+    monkeypatch.setattr(planning, "SPLIT_KEYS", 128)
+    monkeypatch.setattr(launch, "COMBINED_ELEMENTS", 2 * 64)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@only_interpreted
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("kind", ["decode", "paged", "varlen", "dense"])
+def test_results_do_not_depend_on_the_batch(kind: str) -> None:
+    """Sequences have none, one or several splits; the last splits are empty for most."""
+    sequences = Sequences(kind, BF16, lengths=(1, 300, 128, 513, 64))
+    for window in (None, (70, 0)):
+        check_invariant(sequences, rounds=2, backend="triton", window=window)
+
+
+@only_interpreted
+@pytest.mark.usefixtures("short_splits")
+@pytest.mark.parametrize("name", ["pages_of_16", "dense_window_sinks", "pages_of_3_packed", "e4m3_pages_of_128"])
+def test_fixed_splits_compute_the_same(name: str) -> None:
+    check(replace(CASES[name], deterministic="batch"), BackendImplementation("triton", "cpu"))

@@ -24,6 +24,8 @@ __all__ = [
     "Compiling",
     "Differentiating",
     "Explaining",
+    "Invariant",
+    "Measuring",
     "Prefixes",
     "Quantising",
     "Serving",
@@ -111,6 +113,26 @@ class TileMasking(Protocol):
 
     def skips_tiles(self, problem: AttentionProblem) -> str:
         """How tiles that are empty are skipped, for reports."""
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """A backend that raises `operands.max_logits`, which is -inf, to the largest score of each head."""
+
+    name: str
+
+    def finds_largest(self, problem: AttentionProblem) -> str:
+        """How the largest scores are found, for reports."""
+
+
+@runtime_checkable
+class Invariant(Protocol):
+    """A backend whose results of a sequence do not depend on its batch by a bit, where `problem.batch_invariant`."""
+
+    name: str
+
+    def ignores_batch(self, problem: AttentionProblem) -> str:
+        """How that is done, for reports."""
 
 
 class Bound(Protocol):

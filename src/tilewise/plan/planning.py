@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -124,9 +124,10 @@ def explain(
     seed: int | Tensor | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
-    deterministic: bool | None = None,
+    deterministic: bool | Literal["batch"] | None = None,
     backend: str = "auto",
     return_lse: bool = False,
+    return_max_logits: bool = False,
     device: Where = None,
     **unknown: Any,
 ) -> Plan:
@@ -146,8 +147,9 @@ def explain(
     given = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, hidden, alibi_slopes, sinks)
     kind = _kind_of(given, dropout, layout)
     options = Options(
-        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k
-    )
+        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k,
+        return_max_logits,
+    )  # fmt: skip
     # Without a seed none is drawn: planning leaves torch's generator alone.
     tensors, flags = validation.checked(kind, given, options, 0 if seed is None else seed)
     tensors = tensors._replace(seed=None) if seed is None else tensors

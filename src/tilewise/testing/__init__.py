@@ -12,9 +12,11 @@ from tilewise.testing.cases import Case
 from tilewise.testing.conformance import (
     Nonconformance,
     check,
+    check_largest,
     check_repeatable,
     check_unread,
     check_untouched,
+    check_written,
     find_faults,
     run,
 )
@@ -34,9 +36,11 @@ __all__ = [
     "check",
     "check_higher",
     "check_higher_repeatable",
+    "check_largest",
     "check_repeatable",
     "check_unread",
     "check_untouched",
+    "check_written",
     "expect",
     "find_faults",
     "installed",

@@ -73,7 +73,7 @@ class Case:
     grad_of: tuple[str, ...] | None = None
     cotangents: tuple[str, ...] = ("out", "lse")
     expanded_dout: bool = False
-    deterministic: bool = False
+    deterministic: bool | Literal["batch"] = False
     fp8: Quantised = ""
     rotation: bool = False
     seed: int = 0

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from tilewise.errors import TilewiseError
 from tilewise.testing.cases import Case
-from tilewise.testing.implementations import Implementation
-from tilewise.testing.inputs import make_inputs
-from tilewise.testing.oracle import Expectation, expect
+from tilewise.testing.implementations import BackendImplementation, Implementation, call_api
+from tilewise.testing.inputs import Inputs, make_inputs
+from tilewise.testing.oracle import Expectation, expect, largest_scores
 from tilewise.testing.poison import uninitialised_is_nan
-from tilewise.testing.results import Results
+from tilewise.testing.results import Results, differentiate
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import judge
 
 __all__ = [
     "Nonconformance",
     "check",
+    "check_largest",
     "check_repeatable",
     "check_unread",
     "check_untouched",
+    "check_written",
     "find_faults",
     "run",
     "same_bits",
 ]
+
+
+# A number that no case computes.
+NOT_WRITTEN = -12345.0
 
 
 class Nonconformance(TilewiseError, AssertionError):
@@ -95,6 +103,55 @@ def check_untouched(case: Case, implementation: Implementation) -> None:
         for field in dataclasses.fields(inputs)
         if (before := getattr(expected, field.name)) is not None and not same_bits(getattr(inputs, field.name), before)
     ]
+    if faults:
+        raise Nonconformance(case, implementation, faults)
+
+
+def check_written(case: Case, implementation: BackendImplementation) -> None:
+    """Raise Nonconformance unless a backend writes the same bits into memory of the caller (`out=`): contiguous, a part
+    of rows that are wider, and every second column of them. The other columns keep theirs.
+    """
+    case = case.forward_only()
+    expected = run(case, implementation)
+    shape, faults = expected["out"].shape, []
+    for name, width, step in (("contiguous", 1, 1), ("a part of wider rows", 2, 1), ("every second column", 2, 2)):
+        memory = expected["out"].new_full((*shape[:-1], width * shape[-1]), NOT_WRITTEN)
+        given = memory[..., ::step] if step > 1 else memory[..., : shape[-1]]
+        inputs = make_inputs(case, implementation.device)
+        with uninitialised_is_nan():
+            out, lse = call_api(case, inputs, implementation.name, out=given)
+        if out is not given:
+            faults.append(f"out: not the tensor that was given ({name})")
+        for which, got in (("out", given), ("lse", lse)):
+            if not same_bits(got, expected[which]):
+                faults.append(f"{which}: other bits than without out= ({name})")
+        given.fill_(NOT_WRITTEN)
+        if not bool((memory == NOT_WRITTEN).all()):
+            faults.append(f"out: columns between its own were written ({name})")
+    if faults:
+        raise Nonconformance(case, implementation, faults)
+
+
+def check_largest(case: Case, implementation: BackendImplementation) -> None:
+    """Raise Nonconformance unless `return_max_logits` gives the largest score of each head, next to results and
+    gradients as without it.
+    """
+    found: list[Tensor] = []
+
+    def attend(leaves: Inputs) -> tuple[Tensor, Tensor]:
+        out, lse, largest = cast("Any", call_api(case, leaves, implementation.name, return_max_logits=True))
+        found.append(largest)
+        return out, lse
+
+    inputs = make_inputs(case, implementation.device)
+    with uninitialised_is_nan():
+        faults = find_faults(case, differentiate(case, inputs, attend))
+    expected, slack = largest_scores(case)
+    got = found[0].detach().cpu()
+    if got.dtype != case.accumulate_dtype or got.shape != expected.shape or got.requires_grad:
+        faults.append(f"max_logits: {got.dtype} {tuple(got.shape)}, expected {case.accumulate_dtype} per head")
+    elif not bool(((got.double() == expected) | ((got.double() - expected).abs() <= slack)).all()):
+        faults.append(f"max_logits: {got.tolist()}, expected {expected.tolist()} within {slack.tolist()}")
     if faults:
         raise Nonconformance(case, implementation, faults)
 

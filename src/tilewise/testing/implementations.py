@@ -80,14 +80,14 @@ def installed(backend: Backend) -> Iterator[str]:
         api.unregister_backend(backend.name)
 
 
-def call_api(case: Case, inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the case's public function."""
+def call_api(case: Case, inputs: Inputs, backend: str, **more: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the case's public function, called with `more` arguments than the case has."""
     max_seqlen_q, max_seqlen_k = _bounds(case)
     q, k, v = attended(case, inputs)
     named: dict[str, Any] = {
         "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": mask_of(case, inputs),
         "alibi_slopes": inputs.alibi_slopes, "softcap": case.softcap, "sinks": inputs.sinks, "scale": case.scale,
-        "deterministic": case.deterministic, "backend": backend,
+        "deterministic": case.deterministic, "backend": backend, **more,
     }  # fmt: skip
     if case.kind != "paged":
         named |= {"dropout": case.dropout, "seed": dropout_seed(case)}

@@ -22,6 +22,7 @@ from tilewise.testing.tolerances import Slack, slack_of
 __all__ = [
     "Expectation",
     "expect",
+    "largest_scores",
     "plain_results",
     "reduced",
     "reference_results",
@@ -120,6 +121,23 @@ def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
         "dbias": reduced(case, ds),
         "dsinks": (sink_p * (pull + saved).squeeze(-1)).sum(-1),
     }
+
+
+def largest_scores(case: Case) -> tuple[Tensor, Tensor]:
+    """(the largest score of each head, how far it may be off), in fp64 by plain PyTorch."""
+    inputs = dequantised(case, make_inputs(case)).double()
+    case = case.unquantised()
+    largest = torch.full((case.num_heads,), -math.inf, dtype=torch.float64)
+    sizes = torch.zeros(case.num_heads, dtype=torch.float64)
+    scale = abs(1.0 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
+    for view in sequence_views(case, inputs):
+        s = masked_scores(case, inputs, view)
+        if s.numel():
+            largest = torch.maximum(largest, s.amax((1, 2)))
+            terms = scale * (view.q.abs() @ view.k.abs().transpose(1, 2)) + s.nan_to_num(neginf=0.0).abs()
+            sizes = torch.maximum(sizes, terms.amax((1, 2)))
+    # The tanh instruction of GPUs is off by 2^-11 of the cap.
+    return largest, 8 * torch.finfo(case.accumulate_dtype).eps * sizes + (case.softcap or 0.0) * 2.0**-11
 
 
 def sequence_cotangents(case: Case, inputs: Inputs, view: SequenceView) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from tilewise.testing.cases import Case, Values
 
-__all__ = ["fp8_cases", "padded_cases", "repeatable_cases", "special_cases"]
+__all__ = ["fp8_cases", "largest_cases", "padded_cases", "repeatable_cases", "special_cases", "written_cases"]
 
 
 # Many tiles for every plausible tile size, so that sums that lose digits at each tile show.
@@ -103,6 +103,72 @@ def repeatable_cases() -> list[Case]:
     decode = Case(kind="paged", decode=True, seqlens_q=(1, 1), seqlens_k=(1025, 63), grad_of=(), num_heads=8)
     cases = [long, everything, packed, paged, tiled, decode]
     return cases + [dataclasses.replace(case, dtype=torch.bfloat16) for case in cases]
+
+
+def written_cases() -> list[Case]:
+    """Cases whose results are written into memory of the caller: every kind of kernel, and empty problems."""
+    bf16 = torch.bfloat16
+    dense = Case(seqlens_q=(65,) * 2, seqlens_k=(130,) * 2, num_heads=4, head_dim=64, head_dim_v=64, causal=True)
+    packed = dataclasses.replace(dense, kind="varlen", seqlens_q=(65, 0, 3), seqlens_k=(65, 2, 130), padding=7)
+    paged = dataclasses.replace(packed, kind="paged", page_size=16, padding=2)
+    decode = dataclasses.replace(paged, decode=True, seqlens_q=(1,) * 3, seqlens_k=(300, 0, 513), padding=0)
+    named = {
+        "dense": dataclasses.replace(dense, dtype=bf16),
+        "fp32": dense,
+        "bshd": dataclasses.replace(dense, layout="bshd", head_dim_v=40),
+        "bshd_16_bits": dataclasses.replace(dense, layout="bshd", dtype=torch.float16, num_heads=2),
+        "features": dataclasses.replace(dense, bias="1hqk", sinks=True, alibi="h", dropout=0.2),
+        "narrow": dataclasses.replace(dense, head_dim_v=1),
+        "few_queries": dataclasses.replace(dense, seqlens_q=(2,) * 2, seqlens_k=(700,) * 2, dtype=bf16),
+        "varlen": dataclasses.replace(packed, dtype=bf16),
+        "varlen_fp32": packed,
+        "paged": dataclasses.replace(paged, dtype=bf16),
+        "paged_decode": dataclasses.replace(decode, dtype=bf16),
+        "paged_decode_fp8": dataclasses.replace(decode, dtype=bf16, fp8="kv"),
+        "paged_decode_fp32": decode,
+        "fp8": dataclasses.replace(dense, dtype=bf16, fp8="head"),
+        "fp8_odd": dataclasses.replace(dense, dtype=bf16, fp8="head", head_dim=33, head_dim_v=15),
+        "no_keys": dataclasses.replace(dense, seqlens_k=(0,) * 2),
+        "no_batch": dataclasses.replace(dense, seqlens_q=(), seqlens_k=()),
+    }
+    return [dataclasses.replace(case, label=f"written_{label}", grad_of=()) for label, case in named.items()]
+
+
+def largest_cases() -> list[Case]:
+    """Cases whose largest scores are asked for: all that changes scores, hides them, or joins them later."""
+    bf16 = torch.bfloat16
+    dense = Case(seqlens_q=(70,) * 2, seqlens_k=(130,) * 2, num_heads=4, head_dim=64, head_dim_v=64)
+    packed = dataclasses.replace(dense, kind="varlen", seqlens_q=(65, 0, 3), seqlens_k=(65, 2, 130), padding=7)
+    paged = dataclasses.replace(packed, kind="paged", page_size=16, padding=2, grad_of=())
+    decode = dataclasses.replace(paged, decode=True, seqlens_q=(1,) * 3, seqlens_k=(300, 0, 513), padding=0)
+    named = {
+        "plain": dense,
+        "16_bits": dataclasses.replace(dense, dtype=bf16, num_kv_heads=1, causal=True),
+        "narrow": dataclasses.replace(dense, head_dim=24, head_dim_v=8, dtype=torch.float16),
+        "wide": dataclasses.replace(dense, head_dim=192, head_dim_v=128, dtype=bf16, causal=True),
+        "window": dataclasses.replace(dense, window=(9, 4), dtype=bf16),
+        "softcap": dataclasses.replace(dense, softcap=1.5, layout="bshd"),
+        "negative_scale": dataclasses.replace(dense, scale=-0.3, causal=True),
+        "large_scale": dataclasses.replace(dense, scale=2000.0, grad_of=()),
+        "terms": dataclasses.replace(dense, bias="1hqk", alibi="h", dropout=0.3),
+        "mask": dataclasses.replace(dense, mask="bhqk", masked_rows=True),
+        "tiles": dataclasses.replace(dense, mask="1hqk", tiles=True, dtype=bf16),
+        "sinks": dataclasses.replace(dense, sinks=True, causal=True),
+        "sinks_above": dataclasses.replace(dense, sinks=True, values="tiny", grad_of=()),
+        "decode_sinks_above": dataclasses.replace(decode, sinks=True, values="tiny"),
+        "sinks_16_bits": dataclasses.replace(dense, sinks=True, softcap=3.0, dtype=bf16, head_dim=128, head_dim_v=128),
+        "varlen": dataclasses.replace(packed, dtype=bf16, causal=True),
+        "varlen_sinks": dataclasses.replace(packed, sinks=True, num_heads=6),
+        "paged": dataclasses.replace(paged, dtype=bf16, causal=True),
+        "decode": dataclasses.replace(decode, num_heads=8),
+        "decode_sinks": dataclasses.replace(decode, dtype=bf16, sinks=True),
+        "decode_fp8": dataclasses.replace(decode, dtype=bf16, fp8="kv", sinks=True),
+        "fp8": dataclasses.replace(dense, dtype=bf16, fp8="head", causal=True),
+        "no_keys": dataclasses.replace(dense, seqlens_k=(0,) * 2, sinks=True),
+        "no_queries": dataclasses.replace(dense, seqlens_q=(0,) * 2),
+        "no_batch": dataclasses.replace(packed, seqlens_q=(), seqlens_k=(), padding=3),
+    }
+    return [dataclasses.replace(case, label=f"largest_{label}") for label, case in named.items()]
 
 
 def _empty() -> dict[str, Case]:

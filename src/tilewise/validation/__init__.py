@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise import settings
+from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands, Options
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names
@@ -32,18 +33,21 @@ from tilewise.validation.flags import (
 )
 from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import taken_apart, unwrapped
+from tilewise.validation.results import Apart, check_out, check_result
 from tilewise.validation.tensors import FLOATS, TensorSpec, describe, public_names
 from tilewise.validation.values import check_values, longest_sequences
 
 __all__ = [
     "FLOATS",
     "OPTIONAL_PAGED",
+    "Apart",
     "any_needs_grad",
     "autocast",
     "autocast_looks",
     "check_class",
     "check_contents",
     "check_flag",
+    "check_result",
     "check_structure",
     "checked",
     "describe",
@@ -79,17 +83,29 @@ def checked(
     operands, lengths = _with_tiles(Operands(q, k, v, *operands[3:]))
     shown = public_names(kind)
     named = {shown.get(name, name): getattr(operands, name) for name in _PASSED[kind]}
-    require_tensors(optional=OPTIONAL_PAGED if kind == "paged" else OPTIONAL, **named)
+    require_tensors(optional=OPTIONAL_PAGED if kind == "paged" else OPTIONAL, **named, out=operands.out)
     if cast:
         q, k, v = autocast(q, k, v)
     if needs_grad is None:
         needs_grad = any_needs_grad(q, k, v, operands.bias, operands.sinks)
     flags = normalise(options, needs_grad=needs_grad)
+    if flags.batch_invariant:
+        _check_bounds(operands, flags)
     if lengths is not None:
         flags = flags._replace(mask_seqlen_q=lengths[0], mask_seqlen_k=lengths[1])
-    seed = seed_tensor(seed, options.dropout)
-    operands = Operands(q, k, v, *operands[3:14], seed)
-    return (operands._replace(**scales), flags._replace(**blocks)) if scales else (operands, flags)
+    if operands.out is not None:
+        check_out(operands.out, needs_grad=needs_grad)
+    operands = operands._replace(q=q, k=k, v=v, seed=seed_tensor(seed, options.dropout), **scales)
+    return operands, flags._replace(**blocks) if scales else flags
+
+
+def _check_bounds(operands: Operands, flags: Flags) -> None:
+    """Left open, the longest lengths would be those of the batch, and they choose between kernels."""
+    sides = (("q", operands.cu_seqlens_q, flags.max_seqlen_q), ("k", operands.cu_seqlens_k, flags.max_seqlen_k))
+    for side, totals, given in sides:
+        if totals is not None and given is None:
+            fix = "Pass the same bound in every call, such as the longest context."
+            raise InvalidProblem(f"max_seqlen_{side}", "an integer, because of deterministic='batch'", None, fix)
 
 
 def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:

@@ -88,9 +88,9 @@ RULES: dict[str, Rule] = {
         "'bhsd' is (batch, heads, seqlen, dim), 'bshd' is (batch, seqlen, heads, dim).",
     ),
     "deterministic": Rule(
-        lambda x: x is None or isinstance(x, bool),
-        "None, True or False",
-        "None follows torch.use_deterministic_algorithms.",
+        lambda x: x is None or isinstance(x, bool) or (isinstance(x, str) and x == "batch"),
+        "None, True, False or 'batch'",
+        "None follows torch.use_deterministic_algorithms; 'batch' also makes bits independent of the batch.",
     ),
     "backend": Rule(
         lambda x: isinstance(x, str) and (x == "auto" or x in backends.NAMES or _is_registered(x)),
@@ -98,6 +98,7 @@ RULES: dict[str, Rule] = {
         "tilewise.backends() lists what is there.",
     ),
     "return_lse": _BOOL,
+    "return_max_logits": _BOOL,
     "max_seqlen_q": _LONGEST,
     "max_seqlen_k": _LONGEST,
 }
@@ -105,7 +106,7 @@ RULES: dict[str, Rule] = {
 
 # fp64 is chosen on purpose; e4m3 data means nothing without its scales.
 KEPT_BY_AUTOCAST = (torch.float64, torch.float8_e4m3fn)
-OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks"))
+OPTIONAL = frozenset(("bias", "mask", "alibi_slopes", "sinks", "out"))
 # Without cu_seqlens_q a paged call has one query token per sequence.
 OPTIONAL_PAGED = OPTIONAL | {"cu_seqlens_q"}
 
@@ -152,6 +153,9 @@ def _checked(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
     options = Options(*given)
     for name, value in zip(Options._fields, options, strict=True):
         check_flag(name, value)
+    if options.deterministic == "batch" and options.dropout > 0:
+        fix = "Its random bits count through the batch: leave out one of the two."
+        raise InvalidProblem("dropout", "0 next to deterministic='batch'", options.dropout, fix)
     left, right = (None, None) if options.window is None else options.window
     return Flags(
         causal=options.causal,
@@ -166,6 +170,8 @@ def _checked(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
         deterministic=bool(options.deterministic) or repeatable,
         needs_grad=needs_grad,
         backend=options.backend,
+        max_logits=options.return_max_logits,
+        batch_invariant=options.deterministic == "batch",
     )
 
 

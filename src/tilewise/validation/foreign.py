@@ -31,6 +31,8 @@ MEANT = {
     "return_attn_probs": "return_lse=; probabilities are never kept",
     "return_softmax_lse": "return_lse=",
     "return_softmax": "return_lse=; probabilities are never kept",
+    "return_max_logit": "return_max_logits=",
+    "return_max_score": "return_max_logits=",
     "cache_seqlens": "seqlens_k= of attention_paged",
     "seqused_k": "seqlens_k= of attention_paged",
     "seq_lens": "seqlens_k= of attention_paged",
@@ -82,6 +84,7 @@ ELSEWHERE = {
     "dropout": "taken by attention and attention_varlen: pages are for serving and have no dropout",
     "seed": "taken by attention and attention_varlen: pages are for serving and have no dropout",
     "device": "taken by explain: a call runs where q is",
+    "out": "taken by attention, attention_varlen and attention_paged; a forecast is the same without it",
 }
 
 

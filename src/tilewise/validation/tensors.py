@@ -41,12 +41,14 @@ SHAPES: dict[str, dict[str, str]] = {
         "k": "batch num_kv_heads seqlen_k head_dim",
         "v": "batch num_kv_heads seqlen_k head_dim_v",
         **SCALES,
+        "out": "batch num_heads seqlen_q head_dim_v",
     },
     "dense bshd": {
         "q": "batch seqlen_q num_heads head_dim",
         "k": "batch seqlen_k num_kv_heads head_dim",
         "v": "batch seqlen_k num_kv_heads head_dim_v",
         **SCALES,
+        "out": "batch seqlen_q num_heads head_dim_v",
     },
     "varlen": {
         "q": "total_q num_heads head_dim",
@@ -55,6 +57,7 @@ SHAPES: dict[str, dict[str, str]] = {
         "cu_seqlens_q": "batch+1",
         "cu_seqlens_k": "batch+1",
         **SCALES,
+        "out": "total_q num_heads head_dim_v",
     },
     "paged": {
         "q": "total_q num_heads head_dim",
@@ -66,6 +69,7 @@ SHAPES: dict[str, dict[str, str]] = {
         "q_scale": SCALES["q_scale"],
         "k_scale": "num_pages num_kv_heads k_blocks",
         "v_scale": "num_pages num_kv_heads v_blocks",
+        "out": "total_q num_heads head_dim_v",
     },
 }
 
@@ -124,7 +128,11 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
     _check_per_head(specs, lengths["batch"], sizes["num_heads"])
     if bounds_known or specs["q"].device.type != "cpu":
         _check_scales(kind, sizes, lengths, flags)
-    return _problem(kind, sizes, lengths, specs, flags)
+    problem = _problem(kind, sizes, lengths, specs, flags)
+    if "out" in specs and specs["out"].dtype != problem.dtype:
+        fix = "out has q's dtype: under torch.autocast that one, for q in e4m3 the dtype it was quantised from."
+        raise InvalidProblem("out", f"dtype {problem.dtype}", specs["out"].dtype, fix)
+    return problem
 
 
 def public_names(kind: Kind) -> dict[str, str]:
@@ -156,12 +164,14 @@ def _bind_shapes(shapes: dict[str, str], specs: Specs, public: dict[str, str]) -
                     raise InvalidProblem(name, "batch + 1 entries, starting with 0", "an empty tensor", "Prepend a 0.")
             if sizes.setdefault(dim, size) != size:
                 expected = f"{dim} {sizes[dim]} as in {owner[dim]}"
-                raise InvalidProblem(name, expected, f"{size} in shape {tuple(shape)}", _fix_for(dim))
+                raise InvalidProblem(name, expected, f"{size} in shape {tuple(shape)}", _fix_for(name, dim))
             owner.setdefault(dim, name)
     return sizes
 
 
-def _fix_for(dim: str) -> str:
+def _fix_for(name: str, dim: str) -> str:
+    if name == "out":
+        return "out has the shape of q, with the head_dim of v."
     if dim in ("head_dim", "head_dim_v"):
         return "q and k share head_dim; only v may have another one."
     if dim == "num_kv_heads":
@@ -383,6 +393,8 @@ def _problem(
         dropout_origin="seed" in specs and specs["seed"].shape.numel() == SEED_WITH_ORIGIN,
         fp8=tuple(name for name in ("q", "k", "v") if f"{name}_scale" in specs),
         scale_blocks=(flags.q_block, flags.k_block, flags.v_block),
+        max_logits=flags.max_logits,
+        batch_invariant=flags.batch_invariant,
     )
 
 

@@ -137,11 +137,16 @@ Strides = tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=1024)
-def template(problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides) -> Values:
-    """The parameter block of a call without addresses, to be copied."""
+def template(
+    problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides, given_out: Strides | None = None
+) -> Values:
+    """The parameter block of a call without addresses, to be copied. `out` is contiguous in the caller's layout, or has
+    the strides that are given.
+    """
     item, kv_item = problem.dtype.itemsize, schedule.kv_item(problem)
     kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
     out, lse = (result.stride() for result in new_results(problem, "meta"))
+    out = given_out or out
     fields = problem_fields(problem)
     fields |= stride_fields(f.Q, q, 1 if "q" in problem.fp8 else item, kind) | stride_fields(f.OUT, out, item, kind)
     fields |= stride_fields(f.K, k, kv_item, kv_kind) | stride_fields(f.V, v, kv_item, kv_kind)
@@ -393,12 +398,22 @@ def prepared(
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
-    out, lse = new_results(problem)
+    given = operands.out
+    if given is not None and (given.stride(-1) == 1 or problem.head_dim_v == 1):
+        out, lse = given, torch.empty(problem.lse_shape, dtype=torch.float32, device="cpu")
+    else:
+        out, lse = new_results(problem)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
     if problem.kind != "dense":
         clear_unused_rows(operands, out, lse)
-    _run_forward(problem, operands, out, lse, {})
+    if operands.max_logits is None:
+        _run_forward(problem, operands, out, lse, {})
+        return out, lse
+    # Rows of no sequence are not written.
+    rows = torch.full_like(lse, -torch.inf)
+    _run_forward(problem, operands, out, lse, {f.LARGEST: rows.data_ptr()})
+    torch.amax(rows, (0, 2) if problem.kind == "dense" else 1, out=operands.max_logits)
     return out, lse
 
 
@@ -416,7 +431,7 @@ def _run_forward(problem: AttentionProblem, operands: Operands, out: Tensor, lse
     if problem.kind != "dense":
         q_lengths, k_lengths = lengths(problem, operands)
         given = (q_lengths.tobytes(), k_lengths.tobytes())
-    strides = operands.q.stride(), operands.k.stride(), operands.v.stride()
+    strides = operands.q.stride(), operands.k.stride(), operands.v.stride(), out.stride()
     call = prepared(problem, query_kind(problem, operands), threads.num_threads(), *given, *strides)
     keep: list[Tensor] = []
     values = call.values[:]

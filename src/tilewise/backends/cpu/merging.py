@@ -75,6 +75,10 @@ def finish_rows(p: int, batch: int, head: int, first_row: int, count: int, block
         top, total, factor = load_f32(maxima + 4 * r), load_f32(sums + 4 * r), 1.0
         # A NaN sum stays NaN: -inf would mean that there are no keys, and a merge would ignore the row.
         lse = natural(p, top, log2(total)) if total > 0.0 else (MINUS_INF if total == 0.0 else total)
+        if field(p, f.LARGEST) != 0:
+            largest = natural(p, top, 0.0) if top > MINUS_INF else (MINUS_INF if total == 0.0 else total)
+            at = field(p, f.LARGEST) + batch * field(p, f.LSE_BATCH) + 4 * start
+            store_f32(at + head * field(p, f.LSE_HEAD) + 4 * row, largest)
         if field(p, f.SINKS) != 0:
             sink = load_f32(field(p, f.SINKS) + 4 * head)
             new_top = max(top, sink * LOG2E_F32)

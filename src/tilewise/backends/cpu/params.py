@@ -92,6 +92,8 @@ NO_SCALES = _take(5)[0]
 # A tile mask: its map (0: none) with the byte strides of a sequence, a head and a row of tiles, the keys that the map
 # covers, and the bits of tiles that are visible in part.
 TILES, TILES_BATCH, TILES_HEAD, TILES_ROW, TILES_KEYS, TILE_BITS = _take(6)
+# The largest score of each row, with the strides of lse (0: not wanted).
+LARGEST = next(_positions)
 # A whole number of cache lines.
 BLOCK_FIELDS = -(-next(_positions) // 8) * 8
 

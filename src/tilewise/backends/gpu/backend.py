@@ -35,8 +35,14 @@ class GpuBackend:
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
-        out, lse = self._launch.run_forward(problem, operands)
+        out, lse = self._launch.run_forward(problem, self._with_out(problem, operands))
         return out, lse
+
+    def _with_out(self, problem: AttentionProblem, operands: Operands) -> Operands:
+        # Without an `out` that the kernels cannot address: the caller copies into it.
+        if operands.out is None or self._launch.writes_into(problem, operands.out):
+            return operands
+        return operands._replace(out=None)
 
     def backward(
         self,
@@ -55,6 +61,7 @@ class GpuBackend:
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
         """See Binding."""
+        operands = self._with_out(problem, operands)
         return _bound(self._launch.bind_forward(problem, operands, want_lse=want_lse))
 
     def bind_backward(

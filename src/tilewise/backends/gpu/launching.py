@@ -33,7 +33,7 @@ MAX_FILLED = 8192
 # Alignment of tensors that share a block, about that of a caching allocator; and the name of the block.
 STEP, BLOCK = 256, "block"
 # The order of the tensors that a backward pass is given.
-BACKWARD_GIVEN = ("dout", "dlse", "out", "lse", *Operands._fields)
+BACKWARD_GIVEN = ("dout", "dlse", "out", "lse", *Operands._fields[: Operands._fields.index("out")])
 # Strides, dtype, and whether the address is a multiple of 16 bytes: part of the cache key.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
 RawViews = tuple[RawView | None, ...]
@@ -97,6 +97,15 @@ class Allocation(NamedTuple):
 def heads_first(problem: AttentionProblem, tensor: Tensor) -> Tensor:
     """A result that a pass made in the caller's layout, as backends return it."""
     return tensor.transpose(1, 2) if problem.layout == "bshd" else tensor
+
+
+def are_adjacent(problem: AttentionProblem, out: Tensor) -> bool:
+    """Whether kernels that take `out` by pointers can write into a given one. Rows past the last packed sequence are
+    cleared as contiguous memory.
+    """
+    if problem.kind != "dense":
+        return out.is_contiguous()
+    return out.stride(-1) == 1 or problem.head_dim_v == 1
 
 
 def interpreted() -> bool:

@@ -35,6 +35,8 @@ def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[st
         views["alibi_slopes"] = _expanded((1, problem.num_heads), scores[:2], torch.float32)
     if problem.has_sinks:
         views["sinks"] = _contiguous((problem.num_heads,), torch.float32)
+    if problem.max_logits:
+        views["max_logits"] = _contiguous((problem.num_heads,), torch.float32)
     if problem.dropout > 0.0:
         views["seed"] = _contiguous((5,) if problem.dropout_origin else (), torch.int64)
     return views

@@ -85,6 +85,16 @@ class HopperBackend(GpuBackend):
         rest = "; gradients are computed by the kernels of the triton backend" if problem.needs_grad else ""
         return f"blocks walk the tiles that the mask lists, those with bits first{rest}"
 
+    def ignores_batch(self, problem: AttentionProblem) -> str:
+        """How results stay independent of the batch, for reports."""
+        del problem
+        return "the rows of a tile belong to one sequence, and the tile's size does not depend on the batch"
+
+    def finds_largest(self, problem: AttentionProblem) -> str:
+        """How the largest scores are found, for `explain()`."""
+        del problem
+        return "warpgroups raise their head's with the maximum of their rows, to which softmax refers in such calls"
+
     def _gradients(self, problem: AttentionProblem) -> ModuleType:
         if problem.tiles_shape is None:
             return super()._gradients(problem)
@@ -133,11 +143,24 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if problem.batch_invariant:
+        yield from _invariant_refusals(problem)
+    if problem.max_logits and (decodes(problem) or problem.fp8):
+        yield "max_logits of few query rows or e4m3 operands: these kernels refer to another number than the maximum"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (keys are hidden and the maximum is taken before scaling)"
     few = not problem.needs_grad and problem.seqlen_q * problem.group_size <= FEW_ROWS
     if few and not decodes(problem):
         yield f"at most {FEW_ROWS} query rows a K/V head fill no warpgroup, and under {MANY_KEYS} keys no decode kernel"
+
+
+def _invariant_refusals(problem: AttentionProblem) -> Iterator[str]:
+    if decodes(problem):
+        yield "deterministic='batch' of few query rows: shares of the keys that its programs read depend on the batch"
+    if problem.fp8:
+        yield "deterministic='batch' of e4m3 operands: that was not tested with these kernels"
+    if problem.needs_grad:
+        yield "deterministic='batch' is for results without gradients, whose sums are cut by the batch"
 
 
 def _tile_mask_refusals(problem: AttentionProblem) -> Iterator[str]:

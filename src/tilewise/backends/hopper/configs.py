@@ -322,7 +322,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     dv, dv_rest = column_parts(problem.head_dim_v)
     out_fits_q = dv == d and dv_rest in (0, d_rest)
     return ForwardConfig(
-        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q},
+        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q, "IS_LAZY": tile.IS_LAZY and not problem.max_logits},
         D=d,
         D_REST=d_rest,
         DV=dv,
@@ -354,6 +354,8 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
         most_keys, most_rows = (QUAD_BANDED_SEQLEN_K, QUAD_BANDED_ROWS) if banded else (QUAD_SEQLEN_K, QUAD_ROWS)
         # Softcap and left edges would spill: three warpgroups have 160 registers a thread.
         crowded = problem.softcap is not None or has_left(problem)
+        # The mean length of packed sequences depends on the batch.
+        crowded = crowded or (problem.batch_invariant and packed)
         if crowded or rows <= most_rows or (not packed and problem.seqlen_k <= most_keys):
             return D64_QUAD
         return D64

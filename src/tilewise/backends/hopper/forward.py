@@ -58,6 +58,7 @@ from tilewise.backends.hopper.scores import (
     finish_rows,
     mask_scores,
     no_rows,
+    raise_max,
     soften,
     whole_rows,
 )
@@ -342,7 +343,7 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
 
 @gluon.jit
 def consumer(
-    out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, WARPGROUP: gl.constexpr,
+    out_desc, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, lists, sizes, pipe, WARPGROUP: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
@@ -423,6 +424,8 @@ def consumer(
             acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
         acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
         row_ref, row_sum = whole_rows(row_ref, row_sum, scale_log2, C)
+        if max_ptr is not None:
+            raise_max(row_ref, max_ptr, item, row, seqlen_q, sizes, C)
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         if DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
@@ -478,10 +481,10 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "lists", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "counter_ptr", "block_table"],
+    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr", "block_table"],
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, max_ptr, counter_ptr,
     work_ptr, block_table, table_stride, k_page_rows, v_page_rows, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles.
@@ -497,14 +500,14 @@ def forward_kernel(
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:
         gl.warp_specialize([
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 0, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 1, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, lists, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, lists, sizes, pipe, 1, C)),
             (producer, (queries, keys, values, counter_ptr, work_ptr, paging, lists, sizes, pipe, C)),
         ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 0, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 1, C)),
-            (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, lists, sizes, pipe, 2, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, lists, sizes, pipe, 0, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, lists, sizes, pipe, 1, C)),
+            (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, lists, sizes, pipe, 2, C)),
             (producer, (queries, keys, values, counter_ptr, work_ptr, paging, lists, sizes, pipe, C)),
         ], [4, 4, 1], [C.CONSUMER_REGS, C.CONSUMER_REGS, 24])  # fmt: skip

@@ -47,6 +47,7 @@ from tilewise.backends.hopper.scores import (
     finish_rows,
     mask_scores,
     no_rows,
+    raise_max,
     soften,
     whole_rows,
 )
@@ -124,7 +125,7 @@ def attend(
 
 @gluon.jit
 def consumer(
-    out_desc, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
+    out_desc, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
@@ -175,6 +176,8 @@ def consumer(
         row_ref, row_sum = whole_rows(row_ref, row_sum, scale_log2, C)
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
+        if max_ptr is not None:
+            raise_max(row_ref, max_ptr, item, row, seqlen_q, sizes, C)
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, _ = scale_output(acc, 0, factor, C)
@@ -200,10 +203,10 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "counter_ptr", "block_table"],
+    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr", "block_table"],
 )
 def forward_quad_kernel(
-    q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, max_ptr, counter_ptr,
     work_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles. Arguments as forward_kernel's; there are no second column parts."""
@@ -212,7 +215,7 @@ def forward_quad_kernel(
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([
-        (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
-        (consumer, (outputs, lse_ptr, sinks_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
+        (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
+        (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
         (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
     ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip

@@ -86,7 +86,16 @@ def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, 
     """(out, lse) of canonical operands."""
     operands = tile_lists.with_lists(problem, operands)
     made = _bound_forward(problem, operands, True).run(operands)
-    return launching.heads_first(problem, made["out"]), made["lse"]
+    out = launching.heads_first(problem, made["out"]) if operands.out is None else operands.out
+    return out, made["lse"]
+
+
+def writes_into(problem: AttentionProblem, out: Tensor) -> bool:
+    """Whether the kernels write straight into a given `out`: decoding by pointers, the others by TMA."""
+    if not launching.are_adjacent(problem, out):
+        return False
+    view = View(out.stride(), out.dtype, out.data_ptr() % TMA_BYTES == 0)
+    return decodes(problem) or addressable(view, tuple(out.shape))
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
@@ -134,7 +143,7 @@ def forward_pass(
 ) -> Pass:
     """The launch plan of a forward with these strides."""
     views, copied = _addressed(problem, raw, ("q", "k", "v"))
-    made = result_allocations(problem)
+    made = _unless_given(result_allocations(problem), views)
     work = work_allocation(problem, forward_config(problem), problem.dtype.itemsize)
     calls = forward_calls(problem, device, views | _views(made))
     return _pass(problem, calls, made | {"work": work}, device, index, want_lse, copied)
@@ -151,7 +160,7 @@ def fp8_pass(
 ) -> Pass:
     """The launch plan of a forward in e4m3 with these strides; `tile` replaces the table's choice."""
     views, copied = _addressed(problem, raw, ("q", "k", "v"))
-    made = fp8_allocations(problem)
+    made = _unless_given(fp8_allocations(problem), views)
     work = work_allocation(problem, fp8_config(problem, tile), itemsize=1)
     calls = fp8_calls(problem, device, views | _views(made), tile)
     return _pass(problem, calls, made | {"work": work}, device, index, want_lse, copied)
@@ -163,7 +172,7 @@ def decode_pass(
 ) -> Pass:
     """The launch plan of decoding with these strides."""
     views, copied = _addressed(problem, raw, ("k", "v"))
-    made = result_allocations(problem)
+    made = _unless_given(result_allocations(problem), views)
     config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
     parts = sum(part_sizes(config, num_programs(problem, config, device)))
     calls = decode_calls(problem, device, views | _views(made))
@@ -212,6 +221,11 @@ def _pass(
     read, made = ("out", "lse") if want_lse else ("out",), launching.in_layout(problem, made)
     fields = Operands._fields
     return Pass(calls, fields, made, device, index, read=read, copied=copied, num_counters=num_counters)
+
+
+def _unless_given(made: dict[str, Allocation], views: Mapping[str, View]) -> dict[str, Allocation]:
+    """Without an `out` that the caller gives."""
+    return {name: allocation for name, allocation in made.items() if name != "out" or name not in views}
 
 
 def _views(made: Mapping[str, Allocation]) -> dict[str, View]:
@@ -292,6 +306,7 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
     arguments = _descriptors(problem, config, views) | {
         "lse_ptr": Address("lse", torch.float32),
         "sinks_ptr": single_address(views, "sinks"),
+        "max_ptr": single_address(views, "max_logits"),
         "counter_ptr": COUNTER,
         "work_ptr": work,
         "block_table": single_address(views, "block_table"),

@@ -183,6 +183,14 @@ def whole_rows(row_ref, row_sum, scale_log2, C: gl.constexpr):
 
 
 @gluon.jit
+def raise_max(row_ref, max_ptr, item, row, seqlen_q, sizes, C: gl.constexpr):
+    """Raise the largest score of a tile's head to that of its rows. Their references must be their maxima."""
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
+    largest = gl.max(gl.where(rows < seqlen_q, row_ref, NEG_INF), axis=0)
+    gl.atomic_max(max_ptr + item % sizes.num_heads, largest * LN2, sem="relaxed")
+
+
+@gluon.jit
 def sink_weight(sink, shift):
     """2^(sink - shift); 1 if they are equal, also if both are +inf."""
     return gl.where(sink == shift, 1.0, exp2(sink - shift))

@@ -57,6 +57,16 @@ class ReferenceBackend:
         del problem
         return "no tile is skipped: the mask hides scores that are all computed"
 
+    def ignores_batch(self, problem: AttentionProblem) -> str:
+        """How results stay independent of the batch, for reports."""
+        del problem
+        return "every sequence is computed alone"
+
+    def finds_largest(self, problem: AttentionProblem) -> str:
+        """Over the whole score matrix."""
+        del problem
+        return "the largest of all scores, which are computed in fp64"
+
     def forward_tangent(
         self,
         problem: AttentionProblem,

@@ -74,7 +74,11 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     out, lse = empty_out(problem, operands.q.device)
     for sequence in sequences(problem, operands):
         q, k, v = load(problem, operands, sequence)
-        p, row_lse, keep = softmax(problem, operands, sequence, score(problem, operands, sequence, q, k).s)
+        s = score(problem, operands, sequence, q, k).s
+        p, row_lse, keep = softmax(problem, operands, sequence, s)
+        if operands.max_logits is not None and s.shape[1] and s.shape[2]:
+            largest = s.amax((1, 2)).to(operands.max_logits.dtype)
+            operands.max_logits.copy_(torch.maximum(operands.max_logits, largest))
         accumulate(problem, out, (p * keep) @ v, sequence, sequence.q_rows)
         if problem.kind == "dense":
             lse[sequence.index] = row_lse

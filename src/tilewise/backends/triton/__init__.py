@@ -58,6 +58,8 @@ class TritonBackend(GpuBackend):
                 f"tangents (jvp) and second derivatives in {problem.dtype} take head_dim up to "
                 f"{MAX_HIGHER_DIM[problem.dtype]}, not {widest}: their tiles do not fit registers and shared memory"
             )
+        if problem.batch_invariant and problem.needs_grad:
+            return "deterministic='batch' is for results without gradients, whose sums are cut by the batch"
         if (reason := too_long(problem)) is not None:
             return reason
         if device.type == "cpu":
@@ -100,6 +102,16 @@ class TritonBackend(GpuBackend):
         del problem
         return "programs walk the tiles that the mask lists; bits are read in tiles that are visible in part"
 
+    def ignores_batch(self, problem: AttentionProblem) -> str:
+        """How results stay independent of the batch, for reports."""
+        del problem
+        return "decoding splits keys after a fixed number of them"
+
+    def finds_largest(self, problem: AttentionProblem) -> str:
+        """How the largest scores are found, for `explain()`."""
+        del problem
+        return "programs raise their head's with the maximum of their rows"
+
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Nothing: every sum has a fixed order."""
         del problem
@@ -109,7 +121,7 @@ class TritonBackend(GpuBackend):
         """(out, lse); see Backend."""
         if problem.fp8 and not _read_in_pairs(operands):
             # In fp32: bf16 would round lse visibly, and fp16 may overflow on e4m3 times its scale.
-            plain, operands = dequantised(problem, operands, torch.float32)
+            plain, operands = dequantised(problem, operands._replace(out=None), torch.float32)
             out, lse = super().forward(plain, operands)
             return out.to(problem.dtype), lse
         return super().forward(problem, operands)

@@ -13,7 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state, with_endless_sinks
+from tilewise.backends.triton.forward import (
+    add_sink,
+    attend,
+    empty_accumulator,
+    finish,
+    initial_state,
+    natural_max,
+    with_endless_sinks,
+)
 from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -30,9 +38,10 @@ from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_splits"])
 def decode_kernel(
-    q, k, v, q_scale, k_scale, v_scale, out, lse, out_parts, lse_parts, bias, mask, alibi_slopes, sinks, seed_ptr,
-    lengths, sizes, band, scalars, num_splits,
+    q, k, v, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias, mask, alibi_slopes, sinks,
+    seed_ptr, lengths, sizes, band, scalars, num_splits,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one split of the keys for all query tokens of a (group of heads, sequence); final unless SPLIT."""
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
@@ -66,7 +75,11 @@ def decode_kernel(
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], last, T)
     place = (m_idx, head, batch_idx)
     acc = empty_accumulator(BLOCK_M, T)
-    row_max, row_sum = initial_state(sinks, head, split == 0, scalars, BLOCK_M, T)
+    if max_logits is not None:
+        row_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        row_max, row_sum = initial_state(sinks, head, split == 0, scalars, BLOCK_M, T)
     if BLOCK_M <= 32:
         # The warps share the keys of so small a tile. Per-column sums save two barriers per tile.
         row_sum = tl.where(tl.arange(0, BLOCK_N)[None, :] == 0, row_sum[:, None], 0.0)
@@ -74,6 +87,8 @@ def decode_kernel(
     begin, full_begin, full_end, end = key_range(rows_first(seqlen_q), seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
     tiles = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
     share = (tiles + num_splits - 1) // num_splits * BLOCK_N
+    if SPLIT_KEYS > 0:
+        share = SPLIT_KEYS
     lo = begin + split * share
     hi = tl.minimum(lo + share, end)
     acc, row_max, row_sum = attend(
@@ -85,6 +100,10 @@ def decode_kernel(
         tl.maximum(lo, tl.minimum(hi, full_begin)), tl.maximum(lo, full_end), hi, True, BLOCK_N, T
     )  # fmt: skip
 
+    if max_logits is not None:
+        tl.atomic_max(max_logits + head, natural_max(row_max, scalars, T), mask=row_ok, sem="relaxed")
+        if T.HAS_SINKS:
+            acc, row_max, row_sum = add_sink(acc, row_max, row_sum, sinks, head, split == 0, scalars, BLOCK_M, T)
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     dv_idx = tl.arange(0, T.BLOCK_DV)
     tile_ok = row_ok[:, None] & (dv_idx[None, :] < T.HEAD_DIM_V)
@@ -94,6 +113,8 @@ def decode_kernel(
         if not T.PACKED_Q:
             token = batch_idx * sizes.seqlen_q + m_idx
         part = ((split * sizes.total_q + token).to(tl.int64)) * sizes.num_heads + head
+        if SPLIT_KEYS > 0:  # most splits of a short sequence are empty: their results are not read
+            tile_ok = tile_ok & (lse_rows != NEG_INF)[:, None]
         tl.store(out_parts + part[:, None] * T.HEAD_DIM_V + dv_idx[None, :], result, mask=tile_ok)
         tl.store(lse_parts + part, lse_rows, mask=row_ok)
     else:
@@ -109,20 +130,12 @@ def rows_first(seqlen_q):
     return seqlen_q * 0
 
 
-@triton.jit(do_not_specialize=["total_q", "seqlen_q", "num_heads", "num_splits", "batch"])
-def combine_kernel(
-    out_parts, lse_parts, out, lse, cu_seqlens_q, total_q, seqlen_q, num_heads, num_splits, batch,
-    T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+@triton.jit
+def merged_at_once(
+    out_parts, lse_parts, token, head, count, total_q, num_heads,
+    MAX_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partial results of one (token, head). Grid: token * num_heads. Splits without keys have weight 0.
-
-    BLOCK_SPLITS results are read at a time; the same kernel serves any number of splits up to MAX_SPLITS.
-    """
-    head = tl.program_id(0) % num_heads
-    token = tl.program_id(0) // num_heads
-    count = num_splits
-    if T.PACKED_Q:
-        count = tl.where(token < tl.load(cu_seqlens_q + batch), num_splits, 0)
+    """(sum of the parts, the largest lse, sum of the weights) of a (token, head); all lse are read first."""
     every = part_logs(lse_parts, 0, count, token, head, total_q, num_heads, MAX_SPLITS)
     top = tl.max(every, 0)
     anchor = tl.where(top == NEG_INF, 0.0, top)
@@ -141,6 +154,63 @@ def combine_kernel(
             other=0.0,
         )
         acc += tl.sum(parts * weights[:, None], 0)
+    return acc, anchor, total
+
+
+@triton.jit
+def merged_in_order(
+    out_parts, lse_parts, token, head, count, total_q, num_heads, BLOCK_SPLITS: tl.constexpr, T: tl.constexpr
+):
+    """`merged_at_once` block by block. An empty block multiplies by 1 and adds 0."""
+    BLOCK_DV: tl.constexpr = T.BLOCK_DV
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    d_idx = tl.arange(0, BLOCK_DV)
+    top = tl.full([], NEG_INF, tl.float32)
+    total = tl.zeros([], tl.float32)
+    for first in tl.range(0, count, BLOCK_SPLITS):
+        splits = first + tl.arange(0, BLOCK_SPLITS)
+        logs = part_logs(lse_parts, first, count, token, head, total_q, num_heads, BLOCK_SPLITS)
+        new_top = tl.maximum(top, tl.max(logs, 0))
+        anchor = tl.where(new_top == NEG_INF, 0.0, new_top)
+        alpha = tl.exp2((top - anchor) * LOG2E)
+        weights = tl.exp2((logs - anchor) * LOG2E)
+        part = (splits.to(tl.int64) * total_q + token) * num_heads + head
+        there = (splits < count) & (logs != NEG_INF)
+        parts = tl.load(
+            out_parts + part[:, None] * T.HEAD_DIM_V + d_idx[None, :],
+            mask=there[:, None] & (d_idx[None, :] < T.HEAD_DIM_V),
+            other=0.0,
+        )
+        total = total * alpha + tl.sum(weights, 0)
+        acc = acc * alpha + tl.sum(parts * weights[:, None], 0)
+        top = new_top
+    return acc, tl.where(top == NEG_INF, 0.0, top), total
+
+
+@triton.jit(do_not_specialize=["total_q", "seqlen_q", "num_heads", "num_splits", "batch"])
+def combine_kernel(
+    out_parts, lse_parts, out, lse, cu_seqlens_q, total_q, seqlen_q, num_heads, num_splits, batch,
+    T: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of one (token, head). Grid: token * num_heads. Splits without keys have weight 0.
+
+    BLOCK_SPLITS results are read at a time; the same kernel serves any number of splits up to MAX_SPLITS. MAX_SPLITS 0:
+    empty splits at the end change no bit, so that results do not depend on the number of splits.
+    """
+    head = tl.program_id(0) % num_heads
+    token = tl.program_id(0) // num_heads
+    count = num_splits
+    if T.PACKED_Q:
+        count = tl.where(token < tl.load(cu_seqlens_q + batch), num_splits, 0)
+    if MAX_SPLITS == 0:
+        acc, anchor, total = merged_in_order(
+            out_parts, lse_parts, token, head, count, total_q, num_heads, BLOCK_SPLITS, T
+        )
+    else:
+        acc, anchor, total = merged_at_once(
+            out_parts, lse_parts, token, head, count, total_q, num_heads, MAX_SPLITS, BLOCK_SPLITS, T
+        )
+    d_idx = tl.arange(0, T.BLOCK_DV)
     empty = total == 0.0
     result = acc / tl.where(empty, 1.0, total)
     seq = token // seqlen_q

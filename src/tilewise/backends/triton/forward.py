@@ -274,6 +274,40 @@ def initial_state(sinks, head, counts, scalars, BLOCK_M: tl.constexpr, T: tl.con
 
 
 @triton.jit
+def add_sink(acc, row_max, row_sum, sinks, head, counts, scalars, BLOCK_M: tl.constexpr, T: tl.constexpr):
+    """The state of rows whose keys were all seen, with the sink: for a kernel whose `row_max` must be that of the keys
+    alone. Others start with the sink.
+    """
+    if len(row_sum.shape) == 2:
+        row_sum = tl.sum(row_sum, 1)
+    logit, weight = initial_state(sinks, head, counts, scalars, BLOCK_M, T)
+    unit = 1.0
+    if T.TRANSFORMED:
+        unit = LOG2E
+    elif T.EXACT:
+        unit = scalars.scale * LOG2E
+    top = tl.maximum(row_max, logit)
+    anchor = tl.where(top == NEG_INF, 0.0, top)
+    keep = tl.exp2((row_max - anchor) * unit)
+    row_sum = row_sum * keep + weight * tl.exp2((logit - anchor) * unit)
+    if T.FP8:
+        return (acc[0] * keep[:, None], acc[1] * keep[:, None]), top, row_sum
+    else:
+        return acc * keep[:, None], top, row_sum
+
+
+@triton.jit
+def natural_max(row_max, scalars, T: tl.constexpr):
+    """The largest scores of rows in natural units."""
+    if T.TRANSFORMED:
+        return row_max
+    elif T.EXACT:
+        return row_max * scalars.scale
+    else:
+        return row_max * LN2
+
+
+@triton.jit
 def with_endless_sinks(lse, T: tl.constexpr):
     """The lse of complete rows, with +inf where `initial_state` replaced it."""
     if T.HAS_SINKS:
@@ -294,13 +328,14 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def forward_kernel(
-    q, k, v, q_scale, k_scale, v_scale, q_desc, k_desc, v_desc, out_desc, k_box, v_box, out, lse, bias, mask,
-    tile_rows, tile_bits, alibi_slopes, sinks, seed_ptr, lengths, work, sizes, band, scalars,
+    q, k, v, q_scale, k_scale, v_scale, q_desc, k_desc, v_desc, out_desc, k_box, v_box, out, lse, max_logits,
+    bias, mask, tile_rows, tile_bits, alibi_slopes, sinks, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD_QUERIES: tl.constexpr,
     DIRECT: tl.constexpr, JOINED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """Compute out and lse of one (query tile, head, sequence). `work` lists the tiles of packed sequences; the kernel
-    that makes the list also clears rows of no sequence.
+    """Compute out and lse of one (query tile, head, sequence), and raise its head's `max_logits`.
+
+    `work` lists the tiles of packed sequences; the kernel that makes the list also clears rows of no sequence.
     """
     if work is not None:
         num_blocks = sizes.total_q // BLOCK_M + sizes.batch
@@ -371,7 +406,11 @@ def forward_kernel(
     if HOLD_QUERIES:
         q_tile = in_registers(q_tile, T)
     acc = empty_accumulator(BLOCK_M, T)
-    row_max, row_sum = initial_state(sinks, head, True, scalars, BLOCK_M, T)
+    if max_logits is not None:
+        row_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        row_max, row_sum = initial_state(sinks, head, True, scalars, BLOCK_M, T)
     place = (m_idx, head, batch_idx)
 
     begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
@@ -395,6 +434,11 @@ def forward_kernel(
             full_begin, full_end, end, True, BLOCK_N, T
         )  # fmt: skip
 
+    if max_logits is not None:
+        largest = tl.max(tl.where(m_idx < seqlen_q, row_max, NEG_INF), 0)
+        tl.atomic_max(max_logits + head, natural_max(largest, scalars, T), sem="relaxed")
+        if T.HAS_SINKS:
+            acc, row_max, row_sum = add_sink(acc, row_max, row_sum, sinks, head, True, scalars, BLOCK_M, T)
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     if out_desc is not None:
         store_box(out_desc, query_place, m_first, result)

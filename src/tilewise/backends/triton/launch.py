@@ -87,10 +87,16 @@ def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, 
     """(out, lse) of canonical operands."""
     operands = ready(problem, operands)
     made = launching.bound_to(forward_pass, problem, operands, operands.q, True).run(operands)
-    out, lse = launching.heads_first(problem, made["out"]), made["lse"]
+    out = launching.heads_first(problem, made["out"]) if operands.out is None else operands.out
+    lse = made["lse"]
     if problem.batch == 0 or problem.seqlen_q == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     return out, lse
+
+
+def writes_into(problem: AttentionProblem, out: Tensor) -> bool:
+    """Whether the kernels write straight into a given `out`."""
+    return launching.are_adjacent(problem, out)
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
@@ -139,7 +145,7 @@ def forward_pass(
 
 def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool) -> Pass:
     views = named_views(Operands._fields, raw)
-    results = result_allocations(problem)
+    results = {name: made for name, made in result_allocations(problem).items() if name not in views}
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
     calls = forward_calls(problem, device, views | {name: made.view for name, made in results.items()})
     elements = sum(parts_size(plan)) + forward_list_words(plan)
@@ -425,6 +431,7 @@ def _listing(plan: Plan, config: Config) -> KernelCall:
 def _results(plan: Plan, views: Views) -> dict[str, Any]:
     return {
         "sinks": single_address(views, "sinks"),
+        "max_logits": single_address(views, "max_logits"),
         "out": query_rows(plan, "out", views["out"]),
         "lse": stat_rows(plan, "lse", views["lse"]),
     }
@@ -457,6 +464,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
     }
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views) | parts
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
+    arguments["SPLIT_KEYS"] = plan.split_keys
     rows = plan.sizes.seqlen_q * problem.group_size
     config = replace(config, block_m=max(config.block_m, triton.next_power_of_2(rows)))
     call = tiled(decode.decode_kernel, splits * problem.num_kv_heads * problem.batch, arguments, config)
@@ -475,7 +483,7 @@ def _combine_call(plan: Plan, views: Views, parts: dict[str, Any]) -> KernelCall
         "num_splits": plan.num_splits,
         "batch": plan.problem.batch,
         "T": replace(of_rows(plan.traits), HAS_SINKS=plan.traits.HAS_SINKS),
-        "MAX_SPLITS": triton.next_power_of_2(max(MAX_SPLITS, plan.num_splits)),
+        "MAX_SPLITS": 0 if plan.problem.batch_invariant else triton.next_power_of_2(max(MAX_SPLITS, plan.num_splits)),
         "BLOCK_SPLITS": COMBINED_ELEMENTS // plan.traits.BLOCK_DV,
     }
     programs = plan.sizes.total_q * plan.problem.num_heads

@@ -33,6 +33,10 @@ from tilewise.problem import AttentionProblem
 # the heads of a group; times in bench/results/triton-tiles.csv.
 MAX_DECODE_ROWS = 64
 MIN_SPLIT_KEYS = 256
+# Keys of a split where results may not depend on the batch. By the estimate of configs.num_splits this takes at most
+# 1.1 times as long as the best number of splits for 16 sequences of 8192 and more keys; shorter splits start too many
+# programs there, and longer ones leave more of a device idle for a few sequences.
+SPLIT_KEYS = 4096
 
 
 class Rows(NamedTuple):
@@ -199,6 +203,11 @@ class Plan(NamedTuple):
         problem = self.problem
         return (problem.head_dim, problem.head_dim_v) == (self.traits.BLOCK_D, self.traits.BLOCK_DV)
 
+    @property
+    def split_keys(self) -> int:
+        """Keys of a split of decoding; 0 where the keys of every sequence are split evenly."""
+        return SPLIT_KEYS if self.problem.batch_invariant else 0
+
     def sizes_streaming(self, config: Config, bytes_per_head: int, group_size: int) -> Sizes:
         """Sizes with the number of heads that run at the same time."""
         heads = config.heads_per_wave or configs.heads_per_wave(self.device, bytes_per_head, group_size)
@@ -231,6 +240,8 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
     # A window wider than the sequences cuts nothing, but may have 31 bits: sums with it would overflow int32.
     band = Band(min(left or 0, problem.seqlen_k), min(right or 0, problem.seqlen_q))
     plan = Plan(problem, device, traits, sizes, band, scalars, 0)
+    if problem.batch_invariant:
+        return plan._replace(num_splits=_fixed_splits(plan))
     few = problem.seqlen_k < MIN_SPLIT_KEYS
     serving = sizes.seqlen_q == 1 and problem.seqlen_k > 0 and not problem.needs_grad
     # A tile mask is read by the forward kernel, whose tiles lie in one tile and head of it.
@@ -245,6 +256,19 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
     tiles = triton.cdiv(problem.seqlen_k, config.block_n)
     rows = problem.batch * problem.num_kv_heads
     return plan._replace(num_splits=configs.num_splits(device, itemsize, programs, rows, tiles))
+
+
+def _fixed_splits(plan: Plan) -> int:
+    """Splits of SPLIT_KEYS keys, for the longest sequence: where they lie depends on nothing else. 0: no decoding."""
+    problem = plan.problem
+    rows = plan.sizes.seqlen_q * problem.group_size
+    if rows > MAX_DECODE_ROWS or problem.tiles_shape is not None or problem.seqlen_k == 0:
+        return 0
+    seen, left = problem.seqlen_k, problem.band[0]
+    if left is not None:  # the first key of a window is rounded down to a tile
+        seen = min(seen, left + plan.sizes.seqlen_q + plan.config("decode").block_n)
+    splits: int = triton.cdiv(seen, SPLIT_KEYS)
+    return splits
 
 
 _kept_plan = functools.lru_cache(maxsize=4096)(_plan)

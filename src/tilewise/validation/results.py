@@ -1,0 +1,81 @@
+"""Validates memory that the caller gives for a result: no gradients, no shared elements, no input in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tilewise.errors import InvalidProblem
+from tilewise.operands import Operands
+
+__all__ = ["Apart", "check_out", "check_result"]
+
+
+def check_out(out: Tensor, *, needs_grad: bool) -> None:
+    """What needs no address, so that compilers can trace it. `needs_grad`: autograd would record the call."""
+    if needs_grad or (out.requires_grad and torch.is_grad_enabled()):
+        got = "a call that autograd records" if needs_grad else "an out that requires a gradient"
+        fix = "Call it under torch.no_grad(), or let the call allocate its result."
+        raise InvalidProblem("out", "a call without gradients: they need a result of their own", got, fix)
+    if not torch.compiler.is_compiling():  # the op checks it again
+        check_strides(out)
+
+
+def check_strides(out: Tensor) -> None:
+    """Every element has memory of its own: in the order of their strides, each dimension steps over all elements of the
+    ones before it.
+    """
+    if out.is_neg():
+        raise InvalidProblem(
+            "out", "memory that holds its values", "a negated view", "Pass the tensor it is a view of."
+        )
+    sides = sorted((stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1)
+    reach = 0
+    for stride, size in sides:
+        if stride <= reach:
+            expected, fix = "elements with memory of their own", "Allocate it, as torch.empty does."
+            raise InvalidProblem("out", expected, f"strides {tuple(out.stride())} of {tuple(out.shape)}", fix)
+        reach += stride * (size - 1)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+class Apart:
+    """Checks for calls of one signature that no other tensor lies in the memory of `out`, from the first element to the
+    last. `tensors` are those of the first call; absent ones are None.
+    """
+
+    __slots__ = ("_at", "_extents", "_names")
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
+        present = [(name, tensor) for name, tensor in zip(names, tensors, strict=False) if tensor is not None]
+        self._names = [name for name, _ in present]
+        self._extents = [_extent(tensor) for _, tensor in present]
+        self._at = self._names.index("out")
+
+    def check(self, tensors: Sequence[Tensor | None], places: Sequence[int] | None = None) -> None:
+        """Raise if they overlap. `places` are the addresses of the tensors that are not None, if they are known."""
+        if places is None:
+            places = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        begin = places[self._at]
+        end = begin + self._extents[self._at]
+        for index, (place, size) in enumerate(zip(places, self._extents, strict=True)):
+            if place < end and begin < place + size and index != self._at:
+                expected = f"memory apart from that of {self._names[index]}"
+                fix = "Kernels read it after the first results are written: allocate out, or copy the operand."
+                raise InvalidProblem("out", expected, "an address range that both have", fix)
+
+
+def check_result(tensors: Operands) -> None:
+    """Everything about the memory of `out` that needs real tensors."""
+    assert tensors.out is not None
+    check_strides(tensors.out)
+    Apart(Operands._fields, tensors).check(tensors)

@@ -1,0 +1,140 @@
+"""`out=` on a real GPU: every kind of kernel writes into memory of the caller, without a copy and in CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.errors import InvalidProblem
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+
+Attend = Callable[..., Any]
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+
+def dense(backend: str) -> Attend:
+    q, k, v = randn(2, 8, 1000, 128), randn(2, 2, 1000, 128), randn(2, 2, 1000, 128)
+    return lambda **more: tw.attention(q, k, v, causal=True, backend=backend, **more)
+
+
+def seqlen_first(backend: str) -> Attend:
+    q, k, v = randn(2, 1000, 8, 64), randn(2, 1000, 2, 64), randn(2, 1000, 2, 64)
+    return lambda **more: tw.attention(q, k, v, layout="bshd", backend=backend, **more)
+
+
+def packed(backend: str) -> Attend:
+    q, k, v, cu = randn(900, 8, 128), randn(900, 2, 128), randn(900, 2, 128), int32(0, 130, 130, 800)
+    lengths: Any = {"max_seqlen_q": 670, "max_seqlen_k": 670}
+    return lambda **more: tw.attention_varlen(q, k, v, cu, cu, causal=True, backend=backend, **lengths, **more)
+
+
+def pages(backend: str, rows: int) -> Attend:
+    q, k, v = randn(4 * rows, 8, 128), randn(200, 64, 2, 128), randn(200, 64, 2, 128)
+    table, lengths = torch.randperm(200, device="cuda").int().view(4, 50), int32(3200, 1, 700, 1500)
+    cu = None if rows == 1 else int32(*range(0, 4 * rows + 1, rows))
+    more: Any = {} if rows == 1 else {"max_seqlen_q": rows, "causal": True}
+    return lambda **others: tw.attention_paged(
+        q, k, v, table, lengths, cu_seqlens_q=cu, backend=backend, **more, **others
+    )
+
+
+CALLS: dict[str, Callable[[], Attend]] = {
+    **{f"{make.__name__} {backend}": lambda make=make, backend=backend: make(backend)  # type: ignore[misc]
+       for make in (dense, seqlen_first, packed) for backend in ("hopper", "triton")},
+    **{f"{name} {backend}": lambda rows=rows, backend=backend: pages(backend, rows)  # type: ignore[misc]
+       for name, rows in (("decode", 1), ("chunk", 200)) for backend in ("hopper", "triton")},
+    "decode with several rows": lambda: pages("hopper", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_bits_in_memory_of_the_caller(
+    name: str, no_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
+    attend = CALLS[name]()
+    expected, lse = attend(return_lse=True)
+    for padding in (0, 8, 3):
+        memory = torch.full((*expected.shape[:-1], expected.shape[-1] + padding), 7.0).to(expected)
+        given = memory[..., : expected.shape[-1]]
+        for _ in range(3):
+            given.fill_(7.0)
+            with no_waiting():
+                out, made_lse = attend(return_lse=True, out=given)
+            assert out is given
+            assert torch.equal(given, expected)
+            assert torch.equal(made_lse, lse)
+            assert bool((memory[..., expected.shape[-1] :] == 7.0).all())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_memory_is_allocated_for_the_result(name: str) -> None:
+    attend = CALLS[name]()
+    out = torch.empty_like(attend())
+    allocated = []
+    for given in (None, out):
+        for _ in range(2):
+            attend(out=given)
+        before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+        attend(out=given)
+        allocated.append(torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before)
+    assert allocated[0] - allocated[1] >= out.numel() * out.element_size()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_in_a_cuda_graph(name: str) -> None:
+    attend = CALLS[name]()
+    expected = attend()
+    out = torch.zeros_like(expected)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        attend(out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(out=out)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_compiled() -> None:
+    q, k, v = randn(2, 8, 1000, 128), randn(2, 2, 1000, 128), randn(2, 2, 1000, 128)
+
+    def step(q: Tensor, out: Tensor) -> Tensor:
+        tw.attention(q * 1, k, v, causal=True, out=out)
+        return out + 1
+
+    out = torch.empty_like(q)
+    expected = tw.attention(q, k, v, causal=True)
+    made = torch.compile(step, fullgraph=True)(q, out)
+    assert torch.equal(out, expected)
+    assert torch.equal(made, expected + 1)
+
+
+def test_memory_of_an_operand_is_refused_in_known_calls() -> None:
+    memory = randn(4, 1, 8, 512, 128)
+    q, k, v, out = memory
+    tw.attention(q, k, v, out=out)
+    tw.attention(q, k, v, out=out)
+    with pytest.raises(InvalidProblem, match="apart from that of k"):
+        tw.attention(q, k, v, out=k)

@@ -1,0 +1,235 @@
+"""`out=`: results written into memory of the caller, eager, compiled and with a shared prefix; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import tilewise as tw
+from tilewise.cascade import Group, SharedPrefix
+from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.operands import Flags
+
+NAN = float("nan")
+
+
+def dense(dtype: torch.dtype = torch.float32, **others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 33, 16, **others), torch.randn(2, 2, 40, 16, **others)
+    return q.to(dtype), k.to(dtype), torch.randn(2, 2, 40, 8, **others).to(dtype)
+
+
+def paged() -> tuple[Tensor, ...]:
+    """Three sequences of 130, 7 and 64 keys in pages of 16 rows; one query each."""
+    torch.manual_seed(0)
+    pages = torch.randn(30, 16, 2, 32), torch.randn(30, 16, 2, 32)
+    table = torch.randperm(30)[:27].reshape(3, 9).to(torch.int32)
+    return torch.randn(3, 4, 32), *pages, table, torch.tensor([130, 7, 64], dtype=torch.int32)
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
+    q, k, v = dense()
+    totals = torch.tensor([0, 12, 30], dtype=torch.int32), torch.tensor([0, 7, 40], dtype=torch.int32)
+    packed = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+    return {
+        "dense": (tw.attention, (q, k, v)),
+        "varlen": (tw.attention_varlen, (*packed, *totals)),
+        "paged": (tw.attention_paged, paged()),
+    }
+
+
+KINDS = ("dense", "varlen", "paged")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repeated_calls_write_into_different_memory(kind: str) -> None:
+    attention, tensors = calls()[kind]
+    expected, lse = attention(*tensors, causal=True, return_lse=True)
+    buffers = [torch.full_like(expected, NAN) for _ in range(3)]
+    for out in buffers:
+        before = out._version
+        made, made_lse = attention(*tensors, causal=True, return_lse=True, out=out)
+        assert made is out
+        assert out._version > before, "autograd must know that the contents changed"
+        assert torch.equal(out, expected)
+        assert torch.equal(made_lse, lse)
+        assert attention(*tensors, causal=True, out=out) is out
+    assert len({out.data_ptr() for out in buffers}) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_under_torch_compile(kind: str, compiler: str) -> None:
+    attention, tensors = calls()[kind]
+    expected = attention(*tensors)
+
+    def step(out: Tensor, *tensors: Tensor) -> Tensor:
+        attention(*(t + 0 if t.is_floating_point() else t for t in tensors), out=out)
+        return out * 2
+
+    torch.compiler.reset()
+    out = torch.full_like(expected, NAN)
+    doubled = torch.compile(step, backend=compiler, fullgraph=True)(out, *tensors)
+    assert torch.equal(out, expected)
+    assert torch.equal(doubled, expected * 2)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")  # torch's own
+def test_exported() -> None:
+    q, k, v = dense()
+
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, out: Tensor) -> Tensor:
+            tw.attention(q, k, v, out=out)
+            return out + 1
+
+    out = torch.empty(2, 4, 33, 8)
+    program = torch.export.export(Model(), (q, out)).run_decompositions()
+    out.fill_(NAN)
+    assert torch.equal(program.module()(q, out), tw.attention(q, k, v) + 1)
+    assert torch.equal(out, tw.attention(q, k, v))
+
+
+def test_the_op_declares_what_it_writes() -> None:
+    q, k, v = dense()
+    args = (q, k, v, *[None] * 11, *Flags(), torch.empty(2, 4, 33, 8))
+    torch.library.opcheck(torch.ops.tilewise.dense_out.default, args)
+
+
+def test_a_tensor_that_autograd_saved_is_known_to_be_changed() -> None:
+    q, k, v = dense()
+    out = torch.randn(2, 4, 33, 8)
+    weight = torch.ones_like(out, requires_grad=True)
+    loss = (weight * out).sum()
+    tw.attention(q, k, v, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_inference_mode_and_without_gradients() -> None:
+    q, k, v = (t.requires_grad_() for t in dense())
+    for context in (torch.inference_mode(), torch.no_grad()):
+        with context:
+            out = torch.empty(2, 4, 33, 8)
+            assert torch.equal(tw.attention(q, k, v, out=out), tw.attention(q, k, v))
+
+
+def test_dtypes_of_autocast() -> None:
+    q, k, v = dense()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = torch.empty(2, 4, 33, 8, dtype=torch.bfloat16)
+        assert torch.equal(tw.attention(q, k, v, out=out), tw.attention(q, k, v))
+        with pytest.raises(InvalidProblem, match=r"out: expected dtype torch\.bfloat16, got torch\.float32"):
+            tw.attention(q, k, v, out=out.float())
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_with_a_shared_prefix(monkeypatch: pytest.MonkeyPatch, strided: bool) -> None:
+    monkeypatch.setattr("tilewise.cascade.LAUNCH_SECONDS", {"cpu": 0.0})
+    monkeypatch.setattr("tilewise.cascade.CPU_MERGE_SECONDS", 0.0)
+    q, k, v, table, lengths = paged()
+    table[:2, :4], lengths[1] = table[:1, :4], 80
+    shared = SharedPrefix(
+        (Group(2, 2, 64),), table[:1, :4].contiguous(), torch.tensor([64], dtype=torch.int32),
+        torch.tensor([0, 2], dtype=torch.int32), None, torch.cat([table[:2, 4:], table[2:, :5]]),
+        lengths - torch.tensor([64, 64, 0], dtype=torch.int32),
+    )  # fmt: skip
+    expected, lse = tw.attention_paged(q, k, v, table, lengths, return_lse=True, shared_prefix=shared)
+    assert not torch.equal(expected, tw.attention_paged(q, k, v, table, lengths)), "the hint is followed"
+    memory = torch.full((3, 4, 64 if strided else 32), NAN)
+    for _ in range(3):
+        out = memory.fill_(NAN)[..., :32]
+        made, made_lse = tw.attention_paged(q, k, v, table, lengths, return_lse=True, shared_prefix=shared, out=out)
+        assert made is out
+        assert torch.equal(out, expected)
+        assert torch.equal(made_lse, lse)
+    rows = torch.tensor([0, 1])
+    there = torch.empty(0, dtype=torch.float32).set_(rows.untyped_storage())
+    with pytest.raises(InvalidProblem, match=r"apart from that of shared_prefix\.rows"):
+        tw.attention_paged(
+            q[:, :1, :1], k[..., :1, :1], v[..., :1, :1], table, lengths,
+            shared_prefix=shared._replace(rows=rows), out=there[:3].view(3, 1, 1),
+        )  # fmt: skip
+
+
+def test_flops_are_counted() -> None:
+    q, k, v = dense()
+    counted = []
+    for out in (None, torch.empty(2, 4, 33, 8)):
+        with FlopCounterMode(display=False) as counter:
+            tw.attention(q, k, v, out=out)
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
+
+
+def test_fake_tensors() -> None:
+    with torch._subclasses.FakeTensorMode():
+        q, k, v = dense()
+        out = torch.empty(2, 4, 33, 8)
+        assert tw.attention(q, k, v, out=out) is out
+        with pytest.raises(InvalidProblem, match="out: expected seqlen_q 33"):
+            tw.attention(q, k, v, out=out[:, :, :-1])
+
+
+class TestRefused:
+    """What `out` may not be."""
+
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (str, "a torch.Tensor or None"),
+            (lambda out: out.bfloat16(), r"dtype torch\.float32, got torch\.bfloat16"),
+            (lambda out: out[:1], "batch 2 as in q"),
+            (lambda out: out[..., :4], "head_dim_v 8 as in v"),
+            (lambda out: out[0], "4 dimensions"),
+            (lambda out: out.to("meta"), "a tensor on cpu as q is"),
+            (lambda out: out[..., :1].expand(-1, -1, -1, 8), "elements with memory of their own"),
+            (lambda out: torch.empty(9999).as_strided(out.shape, (1056, 264, 4, 1)), "memory of their own"),
+            (lambda out: torch.complex(out, out).conj().imag, "a negated view"),
+            (lambda out: out.to_sparse(), "a dense tensor"),
+            (lambda out: out.clone().requires_grad_(), "an out that requires a gradient"),
+        ],
+    )
+    def test_tensors(self, make: Callable[[Tensor], Any], reason: str) -> None:
+        q, k, v = dense()
+        with pytest.raises(InvalidProblem, match=f"out: .*{reason}"):
+            tw.attention(q, k, v, out=make(torch.zeros(2, 4, 33, 8)))
+
+    def test_gradients(self) -> None:
+        q, k, v = dense(requires_grad=True)
+        with pytest.raises(InvalidProblem, match="out: expected a call without gradients"):
+            tw.attention(q, k, v, out=torch.empty(2, 4, 33, 8))
+
+    @pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+    def test_memory_of_an_operand(self, name: str) -> None:
+        """Also in a call whose signature is known, because addresses are not part of it."""
+        torch.manual_seed(0)
+        memory = torch.randn(4, 1, 4, 8, 8)
+        q, k, v = memory[0], memory[1], memory[2]
+        sinks = torch.randn(4 * 64)[:4]
+        tw.attention(q, k, v, sinks=sinks, out=memory[3])
+        place = {"q": q, "k": k, "v": v}.get(name)
+        if place is None:
+            place = torch.empty(0).set_(sinks.untyped_storage()).view(1, 4, 8, 8)
+        before = place.clone()
+        with pytest.raises(InvalidProblem, match=f"out: expected memory apart from that of {name}"):
+            tw.attention(q, k, v, sinks=sinks, out=place)
+        assert torch.equal(place, before), "nothing was written"
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+    def test_transforms(self) -> None:
+        q, k, v = dense()
+        out = torch.empty(2, 4, 33, 8)
+        with pytest.raises(Unsupported, match="out= is not written under"):
+            torch.func.vmap(lambda q: tw.attention(q, k, v, out=out))(q[None])
+        with pytest.raises(Unsupported, match="out= is not written under"):
+            torch.func.jvp(lambda q: tw.attention(q, k, v, out=out), (q,), (q,))
+
+    def test_forecasts(self) -> None:
+        with pytest.raises(InvalidProblem, match="a forecast is the same without it"):
+            tw.explain(*dense(), out=torch.empty(2, 4, 33, 8))
