@@ -124,7 +124,8 @@ class Layer:
         self._views = self._attended = (k, v)
         if self.is_e4m3:
             if k_scale is None or v_scale is None:
-                raise InvalidProblem("k_scale, v_scale", "the scales of an e4m3 cache", None, "Pass the layer's scales.")
+                fix = "Pass the layer's scales."
+                raise InvalidProblem("k_scale, v_scale", "the scales of an e4m3 cache", None, fix)
             self._attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
 
     def _scaled(self, pages: Tensor, scale: Tensor) -> Fp8Tensor:

@@ -93,7 +93,7 @@ def prefix_parts(counts: Ints, groups: list[PrefixGroup], page_size: int) -> Par
 
 
 def host_prefix(table: Table, rows: Ints, parts: Parts, own: Ints, columns: int) -> SharedPrefix:
-    """The hint as tensors in host memory: request i has the pages `table[rows[i]]` and `own[i]` keys after its prefix."""
+    """The hint in host memory: request i has the pages `table[rows[i]]`, and `own[i]` keys after its prefix."""
     places = np.minimum(parts.shift[:, None] + np.arange(columns), table.shape[1] - 1)
     return SharedPrefix(
         parts.groups,
