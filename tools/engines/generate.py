@@ -1,6 +1,9 @@
 """Runs vLLM's CPU engine on tiny models and writes tokens and log-probabilities as JSON.
 
-python -m engines.generate --models FOLDER --output FILE [--only llama] [--dtype float32]
+Each case runs in a forked process of its own, because vLLM's CPU engine cannot start twice in a process that has loaded
+llvmlite: it searches all modules for its kernels, and llvmlite has an object that cannot be searched.
+
+python -m engines.generate --models FOLDER --output FILE [--only llama]
 
 The attention backend is the one of the process: CPU_ATTN, or tilewise with TILEWISE_VLLM_CPU=1.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -49,7 +53,7 @@ def prompts(count: int) -> list[list[int]]:
     return made
 
 
-def run(folder: Path, options: dict[str, Any], amount: tuple[int, int], dtype: str) -> dict[str, Any]:
+def run(folder: Path, options: dict[str, Any], amount: tuple[int, int]) -> dict[str, Any]:
     """Greedy tokens, their log-probabilities, and what the engine says about itself."""
     from vllm import LLM, SamplingParams
 
@@ -57,7 +61,7 @@ def run(folder: Path, options: dict[str, Any], amount: tuple[int, int], dtype: s
     settings = {"max_model_len": 512, "block_size": 32, "enforce_eager": True, "seed": 0} | options
     if settings.get("max_num_batched_tokens") is None and not settings.get("enable_chunked_prefill", True):
         settings["max_num_batched_tokens"] = 2048
-    engine = LLM(model=str(folder), dtype=dtype, skip_tokenizer_init=True, disable_log_stats=False, **settings)
+    engine = LLM(model=str(folder), dtype="float32", skip_tokenizer_init=True, disable_log_stats=False, **settings)
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=1, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     requests = [{"prompt_token_ids": ids} for ids in prompts(count)]
@@ -86,18 +90,34 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True, help="folder of the saved models")
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--only", action="append", help="a model, or a scenario")
-    parser.add_argument("--dtype", default="float32")
     chosen = parser.parse_args()
     results: dict[str, Any] = {}
+    import vllm  # noqa: F401 - before forking, so that it is imported once
+
     for scenario, (models, options, amount) in SCENARIOS.items():
         for model in models:
-            if chosen.only and not {model, scenario, f"{scenario}/{model}"} & set(chosen.only):
+            name = f"{scenario}/{model}"
+            if chosen.only and not {model, scenario, name} & set(chosen.only):
                 continue
-            try:
-                results[f"{scenario}/{model}"] = run(saved(model, chosen.models), options, amount, chosen.dtype)
-            except Exception as error:
-                results[f"{scenario}/{model}"] = {"error": f"{type(error).__name__}: {error}"}
+            results[name] = forked(chosen.output.with_suffix(".part"), chosen.models, model, options, amount)
             chosen.output.write_text(json.dumps(results))
+            print(name, results[name].get("error", "ran"), flush=True)
+
+
+def forked(part: Path, models: Path, model: str, options: dict[str, Any], amount: tuple[int, int]) -> dict[str, Any]:
+    """`run` in a child process, which leaves its results in a file."""
+    part.unlink(missing_ok=True)
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        found: dict[str, Any] = json.loads(part.read_text()) if part.exists() else {"error": "the process died"}
+        return found
+    try:
+        result = run(saved(model, models), options, amount)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {error}"}
+    part.write_text(json.dumps(result))
+    os._exit(0)
 
 
 if __name__ == "__main__":

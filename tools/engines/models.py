@@ -65,7 +65,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def saved(name: str, folder: Path) -> Path:
-    """The folder of a model; made if it is not there. Weights are larger than usual, so that tokens differ."""
+    """The folder of a model; made if it is not there. Layers count for more than embeddings, so tokens depend on them."""
     path = folder / name
     if (path / "config.json").exists():
         return path
@@ -76,7 +76,7 @@ def saved(name: str, folder: Path) -> Path:
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(0.0, 0.6 / weight.shape[-1] ** 0.5 if "embed" not in key else 1.0)
+                weight.normal_(0.0, 0.2 if "embed" in key else weight.shape[-1] ** -0.5)
             elif "sinks" in key:
                 weight.normal_()
     model.float().save_pretrained(path)
