@@ -101,7 +101,6 @@ def main() -> None:
                 continue
             results[name] = forked(chosen.output.with_suffix(".part"), chosen.models, model, options, amount)
             chosen.output.write_text(json.dumps(results))
-            print(name, results[name].get("error", "ran"), flush=True)
 
 
 def forked(part: Path, models: Path, model: str, options: dict[str, Any], amount: tuple[int, int]) -> dict[str, Any]:

@@ -62,25 +62,26 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", COMMON | {"ffn_dim": 256, "word_embed_proj_dim": 128, "do_layer_norm_before": True}),
     "bloom": ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 128, "n_layer": 2, "n_head": 4}),
 }
-# Standard deviation of embeddings, and of those that are scaled or normalised before the first layer: if they counted
+# Standard deviation of embeddings, smaller where they are scaled or normalised before the first layer: if they counted
 # for more than the layers, each token would be followed by itself.
 EMBEDDING = {False: 0.2, True: 0.02}
 SCALED = ("gemma2", "gemma3", "bloom")
 
 
 def saved(name: str, folder: Path) -> Path:
-    """The folder of a model; made if it is not there. Layers count for more than embeddings, so tokens depend on them."""
+    """The folder of a model; made if it is not there. Tokens depend on the layers more than on embeddings."""
     path = folder / name
     if (path / "config.json").exists():
         return path
     kind, arguments = CONFIGS[name]
+    embedding = EMBEDDING[name in SCALED]
     torch.manual_seed(len(name))
     config = getattr(transformers, kind)(**arguments)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(0.0, EMBEDDING[name in SCALED] if "embed" in key else weight.shape[-1] ** -0.5)
+                weight.normal_(0.0, embedding if "embed" in key else weight.shape[-1] ** -0.5)
             elif "sinks" in key:
                 weight.normal_()
     model.float().save_pretrained(path)

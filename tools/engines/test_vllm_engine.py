@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from engines.generate import SCENARIOS
 
 CASES = [f"{scenario}/{model}" for scenario, (models, _, _) in SCENARIOS.items() for model in models]
@@ -48,6 +49,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_of_cpu_attn(results: dict[str, Results], case: str) -> None:
+    """Tokens equal, log-probabilities close, and not all of them certain."""
     theirs, ours = results["cpu_attn"][case], results["tilewise"][case]
     assert "error" not in theirs, theirs
     assert "error" not in ours, ours
@@ -60,7 +62,10 @@ def test_greedy_tokens_are_those_of_cpu_attn(results: dict[str, Results], case: 
         for a, b in zip(one, other, strict=True)
     ]
     assert max(differences) < LOGPROBS
+    # A model that is sure of every token would hide wrong attention.
+    assert min(min(one) for one in theirs["logprobs"]) < -0.5
 
 
 def test_the_scenario_of_preemption_preempts(results: dict[str, Results]) -> None:
+    """Requests gave their blocks back and started again."""
     assert results["tilewise"]["preempted/llama"]["preemptions"] > 0
