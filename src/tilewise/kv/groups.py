@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tilewise.kv.book import Step
 from tilewise.kv.rows import Ints
 
-__all__ = ["PrefixGroup", "PrefixGroups", "find_groups"]
+__all__ = ["PrefixGroup", "PrefixGroups", "Table", "find_groups"]
 
 Table = NDArray[np.int32]
 

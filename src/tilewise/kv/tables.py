@@ -22,10 +22,10 @@ from torch import Tensor
 
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.kv.book import PageBook, Step
-from tilewise.kv.groups import PrefixGroup
+from tilewise.kv.groups import PrefixGroup, Table
 from tilewise.kv.rows import Changes, Ints, consecutive
 
-__all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "round_columns"]
+__all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "host_prefix", "prefix_parts", "round_columns"]
 
 # Minimum number of columns. A batch with a shared prefix starts with one own page: without this minimum, every new page
 # would change the table's shape, and its gather indices would be sent again.
@@ -72,6 +72,40 @@ def same_numbers(a: Ints, b: Ints) -> bool:
     return a is b or np.array_equal(a, b)
 
 
+def prefix_parts(counts: Ints, groups: list[PrefixGroup], page_size: int) -> Parts:
+    """The parts of a batch with these numbers of queries."""
+    order = np.concatenate([group.places for group in groups])
+    grouped = counts[order]
+    rows = consecutive((np.cumsum(counts) - counts)[order], grouped)
+    members = np.add.reduceat(grouped, running_totals(np.array([len(group.places) for group in groups]))[:-1])
+    prefix = np.zeros((len(groups), max(group.num_pages for group in groups)), np.int64)
+    shift = np.zeros(len(counts), np.int64)
+    for number, group in enumerate(groups):
+        prefix[number, : group.num_pages] = group.pages
+        shift[group.places] = group.num_pages
+    lengths = np.array([group.num_pages * page_size for group in groups], np.int64)
+    described = tuple(
+        Group(len(group.places), count, group.num_pages * page_size)
+        for group, count in zip(groups, members.tolist(), strict=True)
+    )
+    in_order = bool((rows == np.arange(len(rows))).all())
+    return Parts(described, prefix, lengths, running_totals(members), None if in_order else rows, shift)
+
+
+def host_prefix(table: Table, rows: Ints, parts: Parts, own: Ints, columns: int) -> SharedPrefix:
+    """The hint in host memory: request i has the pages `table[rows[i]]`, and `own[i]` keys after its prefix."""
+    places = np.minimum(parts.shift[:, None] + np.arange(columns), table.shape[1] - 1)
+    return SharedPrefix(
+        parts.groups,
+        _int32(parts.block_table),
+        _int32(parts.seqlens_k),
+        _int32(parts.cu_seqlens_q),
+        None if parts.rows is None else torch.from_numpy(parts.rows.copy()),
+        torch.from_numpy(table[rows[:, None], places]),
+        _int32(own),
+    )
+
+
 class _Tables:
     """Makes the tensors of a step."""
 
@@ -90,27 +124,8 @@ class _Tables:
         """Prefixes, the rows of their queries, and how many pages each request omits from its own table."""
         known = self._parts
         if known is None or known[0] is not groups or not same_numbers(known[1], step.counts):
-            known = self._parts = groups, step.counts, self._new_parts(step, groups)
+            known = self._parts = groups, step.counts, prefix_parts(step.counts, groups, self.book.page_size)
         return known[2]
-
-    def _new_parts(self, step: Step, groups: list[PrefixGroup]) -> Parts:
-        size = self.book.page_size
-        order = np.concatenate([group.places for group in groups])
-        counts = step.counts[order]
-        rows = consecutive((np.cumsum(step.counts) - step.counts)[order], counts)
-        members = np.add.reduceat(counts, running_totals(np.array([len(group.places) for group in groups]))[:-1])
-        prefix = np.zeros((len(groups), max(group.num_pages for group in groups)), np.int64)
-        shift = np.zeros(len(step.rows), np.int64)
-        for number, group in enumerate(groups):
-            prefix[number, : group.num_pages] = group.pages
-            shift[group.places] = group.num_pages
-        lengths = np.array([group.num_pages * size for group in groups], np.int64)
-        described = tuple(
-            Group(len(group.places), count, group.num_pages * size)
-            for group, count in zip(groups, members.tolist(), strict=True)
-        )
-        in_order = bool((rows == np.arange(len(rows))).all())
-        return Parts(described, prefix, lengths, running_totals(members), None if in_order else rows, shift)
 
 
 class HostTables(_Tables):
@@ -155,17 +170,7 @@ class HostTables(_Tables):
         """The hint for the step's groups."""
         parts = self.parts(step, groups)
         own = step.before + step.counts - parts.shift * self.book.page_size
-        last = self.book.table.shape[1] - 1
-        places = np.minimum(parts.shift[:, None] + np.arange(self.columns(own)), last)
-        return SharedPrefix(
-            parts.groups,
-            _int32(parts.block_table),
-            _int32(parts.seqlens_k),
-            _int32(parts.cu_seqlens_q),
-            None if parts.rows is None else torch.from_numpy(parts.rows.copy()),
-            torch.from_numpy(self.book.table[step.rows[:, None], places]),
-            _int32(own),
-        )
+        return host_prefix(self.book.table, step.rows, parts, own, self.columns(own))
 
 
 def _int32(values: Ints) -> Tensor:

@@ -1,0 +1,152 @@
+"""Throughput of vLLM's CPU engine with tilewise, beside its own CPU_ATTN, on a Llama with random weights.
+
+    python bench/vllm_throughput.py [--threads 2] [--rounds 5] [--output FILE]        in the environment of test-vllm
+
+Both engines are alive at the same time, each in a process of its own, and take turns: whatever else the machine does
+disturbs both alike. The fastest of the rounds counts.
+
+    prefill   PROMPTS prompts of PROMPT tokens, one token each: prompt tokens a second
+    decode    REQUESTS requests of CONTEXT tokens, OUTPUT more tokens each: time of the tokens after the first
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any, cast
+
+PROMPTS, PROMPT = 4, 1024
+REQUESTS, CONTEXT, OUTPUT = 16, 512, 64
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+ENGINE = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+BACKENDS = {"cpu_attn": "0", "tilewise": "1"}
+
+
+def serve(folder: str, dtype: str) -> None:
+    """The engine's process: measures one round for each line that comes in, and answers with a line."""
+    # Other libraries print; the answers keep the real output to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=folder,
+        load_format="dummy",
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=2048,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=2048,
+        max_num_seqs=32,
+        seed=0,
+    )
+    draw = random.Random(0)
+
+    def seconds(count: int, length: int, tokens: int) -> float:
+        requests = [{"prompt_token_ids": [draw.randrange(3, 1024) for _ in range(length)]} for _ in range(count)]
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        engine.generate(requests, sampling, use_tqdm=False)
+        return time.perf_counter() - start
+
+    for _ in sys.stdin:
+        prefill = seconds(PROMPTS, PROMPT, 1)
+        first = seconds(REQUESTS, CONTEXT, 1)
+        decode = seconds(REQUESTS, CONTEXT, 1 + OUTPUT) - first
+        answers.write(json.dumps({"prefill": prefill, "decode": decode}) + "\n")
+        answers.flush()
+
+
+def started(backend: str, folder: str, dtype: str, threads: int) -> subprocess.Popen[str]:
+    """A process of `serve`."""
+    environment = os.environ | ENGINE | {"TILEWISE_VLLM_CPU": BACKENDS[backend], "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, __file__, "--serve", folder, "--dtype", dtype]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def measure(folder: str, dtype: str, threads: int, rounds: int) -> dict[str, Any]:
+    """Times of both engines, which take turns."""
+    engines = {name: started(name, folder, dtype, threads) for name in BACKENDS}
+    times: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in BACKENDS}
+    for number in range(rounds + 1):
+        for name, engine in engines.items():
+            put, get = cast("IO[str]", engine.stdin), cast("IO[str]", engine.stdout)
+            put.write("round\n")
+            put.flush()
+            answer = json.loads(get.readline())
+            if number:  # the first compiles
+                for phase, taken in answer.items():
+                    times[name][phase].append(taken)
+    for engine in engines.values():
+        cast("IO[str]", engine.stdin).close()
+        engine.wait()
+    tokens = {"prefill": PROMPTS * PROMPT, "decode": REQUESTS * OUTPUT}
+    row: dict[str, Any] = {"dtype": dtype, "seconds": times}
+    for phase, count in tokens.items():
+        best = {name: count / min(times[name][phase]) for name in BACKENDS}
+        row[phase] = {f"{name} tokens/s": value for name, value in best.items()}
+        row[phase]["speed"] = best["tilewise"] / best["cpu_attn"]
+    return row
+
+
+def main() -> None:
+    """Print a table and write JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", action="append")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.serve:
+        serve(chosen.serve, chosen.dtype[0])
+        return
+    from suite.measuring import commit
+    from tilewise.bench.machine import installed_version, machine, versions
+
+    results: dict[str, Any] = {"machine": machine(), "versions": versions(), "commit": commit(), "model": MODEL}
+    results["versions"]["vllm-cpu"] = installed_version("vllm-cpu")
+    results |= {"threads": chosen.threads, "rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        for dtype in chosen.dtype or ["bfloat16", "float32"]:
+            row = measure(folder, dtype, chosen.threads, chosen.rounds)
+            results["rows"].append(row)
+            for phase in ("prefill", "decode"):
+                print(dtype, phase, {k: round(v, 2) for k, v in row[phase].items()}, flush=True)
+            if chosen.output is not None:
+                chosen.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""What the backends for serving engines share: the batch of one step, and the calls of one attention layer.
+
+An engine plans a step once and then runs every layer of the model. `Batch` holds what all layers of the step share, so
+that a layer's call only passes tensors on. `Layer` writes the step's new keys and values into the engine's pages and
+attends to them. Neither imports an engine.
+
+The engine's cache of a layer is one tensor (num_pages, num_kv_heads, page_size, head_dim + head_dim_v) with the keys
+and values of a token next to each other, in any physical order of the first three dimensions. It is read and written in
+place, through two strided views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tilewise.api import attention_paged, attention_varlen
+from tilewise.cascade import SharedPrefix
+from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.fp8.container import E4M3, Fp8Tensor
+from tilewise.fp8.quantisation import quantize
+from tilewise.kv.shared import shared_prefix_of
+from tilewise.kv.writing import write_rows
+from tilewise.problem import MAX_HEAD_DIM
+
+__all__ = ["DTYPES", "Batch", "Layer", "Role"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# What a layer attends to: pages of its own sequence, the step's own keys without a cache, or pages of an encoder.
+Role = Literal["decoder", "encoder", "cross"]
+Pages = Tensor | Fp8Tensor
+
+
+@dataclass
+class Batch:
+    """One step: `num_tokens` query rows of `len(seqlens_k)` sequences, packed; rows past the last one are padding.
+
+    cu_seqlens_q  int32 (batch + 1,): where each sequence's queries start
+    max_seqlen_q  upper bound of the number of queries of a sequence
+    seqlens_k     int32 (batch,): keys of each sequence, including those of this step; 0 for padding
+    block_table   int32 (batch, max_pages)
+    slot_mapping  int64: where the step's keys and values go, counted through all pages; negative for padding
+    causal        whether a query sees only keys up to its own
+    page_size     rows of a page, if known
+    shared_prefix sequences that start with the same pages, if any are known
+    is_decode     every sequence has one query (padding included), so cu_seqlens_q is not needed
+    """
+
+    num_tokens: int
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    seqlens_k: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    causal: bool = True
+    page_size: int | None = None
+    shared_prefix: SharedPrefix | None = None
+    is_decode: bool = False
+
+    def __post_init__(self) -> None:
+        self.is_decode = self.max_seqlen_q == 1 and self.num_tokens == len(self.seqlens_k)
+
+    def share_prefixes(self) -> None:
+        """Find sequences that start with the same pages. Only for tables in host memory: others would be waited for."""
+        if self.block_table.device.type == "cpu" and self.page_size and self.causal and len(self.seqlens_k) > 1:
+            counts = self.cu_seqlens_q.diff().numpy()
+            before = self.seqlens_k.numpy() - counts
+            self.shared_prefix = shared_prefix_of(self.block_table.numpy(), before, counts, self.page_size)
+
+
+class Layer:
+    """One attention layer of a model, with what never changes between steps."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        scale: float,
+        num_kv_heads: int,
+        *,
+        alibi_slopes: Sequence[float] | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        is_e4m3: bool = False,
+        role: Role = "decoder",
+    ) -> None:
+        """`window` counts the keys that a query sees, itself included. A cache in e4m3 has scales, given per call."""
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise Unsupported(f"head_dim {head_dim}: tilewise takes 1 to {MAX_HEAD_DIM}")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            fix = "Each K/V head serves the same number of query heads."
+            raise InvalidProblem("num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads, fix)
+        if window is not None and window < 1:
+            raise InvalidProblem("window", "at least 1 key", window, "Pass None for a layer without a window.")
+        if is_e4m3 and role == "encoder":
+            raise Unsupported("an encoder layer has no cache; its keys and values are not stored in e4m3")
+        self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
+        self.scale, self.role, self.is_e4m3 = float(scale), role, is_e4m3
+        self.softcap = float(softcap) if softcap else None
+        self.sinks = sinks
+        self._slopes = None if alibi_slopes is None else [float(slope) for slope in alibi_slopes]
+        self._alibi: Tensor | None = None
+        left = None if window is None else window - 1
+        self._windows = {True: None if left is None else (left, 0), False: None if left is None else (left, left)}
+        # The engine's cache, and the scales, that the views below were made of.
+        self._source: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        self._views: tuple[Tensor, Tensor] | None = None
+        self._attended: tuple[Pages, Pages] | None = None
+
+    def pages(self, kv_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
+        """Make the views of a cache that `write` and `attend` use; remembered while the cache is the same tensor."""
+        if kv_cache.dim() != 4 or kv_cache.shape[1] != self.num_kv_heads or kv_cache.shape[3] <= self.head_dim:
+            expected = f"(num_pages, {self.num_kv_heads}, page_size, {self.head_dim} + the head dim of V)"
+            raise InvalidProblem("kv_cache", expected, tuple(kv_cache.shape), "Keys and values lie next to each other.")
+        if self.is_e4m3:
+            kv_cache = kv_cache.view(E4M3)
+        rows = kv_cache.transpose(1, 2)
+        k, v = rows[..., : self.head_dim], rows[..., self.head_dim :]
+        self._views = self._attended = (k, v)
+        if self.is_e4m3:
+            if k_scale is None or v_scale is None:
+                fix = "Pass the layer's scales."
+                raise InvalidProblem("k_scale, v_scale", "the scales of an e4m3 cache", None, fix)
+            self._attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
+
+    def _scaled(self, pages: Tensor, scale: Tensor) -> Fp8Tensor:
+        """Pages with one scale for the layer, or one per K/V head; not copied, so later updates in place are seen."""
+        if scale.numel() not in (1, self.num_kv_heads):
+            expected = f"one scale, or one for each of {self.num_kv_heads} K/V heads"
+            raise InvalidProblem("k_scale, v_scale", expected, tuple(scale.shape), "Quantise per tensor or per head.")
+        shape = (len(pages), self.num_kv_heads, 1)
+        return Fp8Tensor(pages, scale.reshape(1, -1, 1).expand(shape), "page", "paged")
+
+    def _of(self, kv_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+        source = self._source
+        if source is None or source[0] is not kv_cache or source[1] is not k_scale or source[2] is not v_scale:
+            self.pages(kv_cache, k_scale, v_scale)
+            self._source = kv_cache, k_scale, v_scale
+
+    def write(
+        self,
+        k: Tensor,
+        v: Tensor,
+        kv_cache: Tensor,
+        slots: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Store rows of k and v (tokens, num_kv_heads, dim) in their slots. Rows past the slots are padding."""
+        self._of(kv_cache, k_scale, v_scale)
+        assert self._views is not None
+        count = len(slots)
+        if len(k) != count:
+            if len(k) < count:
+                raise InvalidProblem("slots", f"one for each of {len(k)} rows of k", count, "Cut the padding off.")
+            k, v = k[:count], v[:count]
+        if self.is_e4m3:
+            if not count:
+                return
+            assert k_scale is not None
+            assert v_scale is not None
+            k, v = _encoded(k, k_scale), _encoded(v, v_scale)
+        write_rows(k, v, *self._views, slots)
+
+    def attend(
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        batch: Batch,
+        out: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Attention of the step's queries (tokens, num_heads, head_dim) to the pages, written into `out`."""
+        self._of(kv_cache, k_scale, v_scale)
+        assert self._attended is not None
+        k, v = self._attended
+        if batch.page_size is not None and batch.page_size != k.shape[1]:
+            fix = "The block table counts pages of another size."
+            raise InvalidProblem("kv_cache", f"pages of {batch.page_size} rows", k.shape[1], fix)
+        count, causal = batch.num_tokens, batch.causal and self.role == "decoder"
+        if len(q) != count:
+            q, out = q[:count], out[:count]
+        packed, longest = (None, None) if batch.is_decode else (batch.cu_seqlens_q, batch.max_seqlen_q)
+        result = attention_paged(
+            q,
+            k,
+            v,
+            batch.block_table,
+            batch.seqlens_k,
+            cu_seqlens_q=packed,
+            max_seqlen_q=longest,
+            shared_prefix=batch.shared_prefix,
+            causal=causal,
+            window=self._windows[causal],
+            softcap=self.softcap,
+            scale=self.scale,
+            alibi_slopes=self._alibi_on(q.device),
+            sinks=self.sinks,
+        )
+        out.copy_(result.view(out.shape))
+
+    def attend_unpaged(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, out: Tensor) -> None:
+        """Attention within the step's own sequences, in both directions, without a cache: for encoders."""
+        count = batch.num_tokens
+        totals, longest = batch.cu_seqlens_q, batch.max_seqlen_q
+        result = attention_varlen(
+            q[:count],
+            k[:count],
+            v[:count],
+            totals,
+            totals,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            window=self._windows[False],
+            softcap=self.softcap,
+            scale=self.scale,
+            alibi_slopes=self._alibi_on(q.device),
+            sinks=self.sinks,
+        )
+        out[:count].copy_(result.view(out[:count].shape))
+
+    def _alibi_on(self, device: torch.device) -> Tensor | None:
+        if self._slopes is None:
+            return None
+        if self._alibi is None or self._alibi.device != device:
+            self._alibi = torch.tensor(self._slopes, dtype=torch.float32, device=device)
+        return self._alibi
+
+
+def _encoded(rows: Tensor, scale: Tensor) -> Tensor:
+    """e4m3 codes of rows / scale; values beyond 448 * scale saturate."""
+    given = scale.reshape(1, -1, 1)
+    return quantize(rows[None], granularity="head", layout="bshd", scale=given).data[0]

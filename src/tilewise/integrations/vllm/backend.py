@@ -1,0 +1,236 @@
+"""The classes that vLLM 0.32 asks a backend for. vLLM imports this module by name when the backend is chosen.
+
+`TilewiseBackend` answers what it supports, `TilewiseBuilder` prepares a step once for all layers, `TilewiseImpl` is
+called by each layer. They only translate: `tilewise.integrations.engines` computes. What vLLM's CPU platform does not
+ask before it starts is refused by the constructors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tilewise.errors import Unsupported
+from tilewise.integrations.engines import DTYPES, Batch, Layer, Role
+from tilewise.integrations.vllm.refusals import (
+    KV_CACHE_DTYPES,
+    refuse_batch,
+    refuse_cache,
+    refuse_output_scales,
+    why_not_cache_dtype,
+    why_not_head_size,
+)
+
+__all__ = ["TilewiseBackend", "TilewiseBuilder", "TilewiseImpl"]
+
+ROLES: dict[str, Role] = {
+    AttentionType.DECODER: "decoder",
+    AttentionType.ENCODER: "encoder",
+    AttentionType.ENCODER_ONLY: "encoder",
+    AttentionType.ENCODER_DECODER: "cross",
+}
+# Pages that the Hopper kernels read in prefill as in decoding.
+PREFERRED_BLOCK_SIZE = 64
+
+
+class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM may ask of tilewise."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        """The member of vLLM's enum that is kept free for plug-ins."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TilewiseImpl]:
+        """The class of a layer's calls."""
+        return TilewiseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[TilewiseBuilder]:
+        """The class that prepares steps."""
+        return TilewiseBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:  # noqa: ARG004
+        """Pages of any multiple of 16 tokens."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """The page size where the user names none."""
+        return max(default_block_size, PREFERRED_BLOCK_SIZE)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Whether heads may have this many channels."""
+        return why_not_head_size(head_size) is None
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **more: Any
+    ) -> str | None:
+        """The reason against a combination, for vLLM's list of reasons."""
+        del others, more
+        return why_not_head_size(head_size) or why_not_cache_dtype(kv_cache_dtype, dtype)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """GPUs from Ampere on."""
+        return bool(capability.major >= 8)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders, encoders and cross attention."""
+        return attn_type in ROLES
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """A logit per head that joins the denominator."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Windows of any size."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Attention in both directions over pages."""
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """An e4m3 cache may have a scale for each K/V head."""
+        return True
+
+
+class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
+    """Prepares a step."""
+
+    # Steps whose requests have equally many queries: decoding, and the verification of drafts.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_cache(device, vllm_config.kv_transfer_config)
+        self._page_size: int = kv_cache_spec.block_size
+        # Other kinds of cache name a page that nobody reads where they keep none, or hold keys that no two share.
+        self._shares = type(kv_cache_spec) is FullAttentionSpec
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Batch:
+        """The batch of a step; `common_prefix_len` is always 0, shared prefixes are found in the block table."""
+        del common_prefix_len
+        common = common_attn_metadata
+        refuse_batch(common)
+        batch = Batch(
+            common.num_actual_tokens,
+            common.query_start_loc,
+            common.max_query_len,
+            common.seq_lens,
+            common.block_table_tensor,
+            common.slot_mapping,
+            bool(common.causal),
+            self._page_size,
+        )
+        if self._shares and not fast_build:
+            batch.share_prefixes()
+        return batch
+
+
+class TilewiseImpl(AttentionImpl[Batch]):  # type: ignore[misc]
+    """A layer's calls."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        reason = why_not_head_size(head_size) or why_not_cache_dtype(kv_cache_dtype, torch.get_default_dtype())
+        if reason is not None:
+            raise Unsupported(reason)
+        # vLLM reads these.
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks, self.sliding_window = sinks, sliding_window
+        role = ROLES[attn_type]
+        self._is_e4m3 = kv_cache_dtype.startswith("fp8") and role != "encoder"
+        self._attends_pages = role != "encoder"
+        self.layer = Layer(
+            num_heads,
+            head_size,
+            scale,
+            self.num_kv_heads,
+            alibi_slopes=alibi_slopes,
+            window=sliding_window,
+            softcap=logits_soft_cap,
+            sinks=sinks,
+            is_e4m3=self._is_e4m3,
+            role=role,
+        )
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Store the step's keys and values."""
+        if not self._attends_pages:
+            return
+        if self._is_e4m3:
+            self.layer.write(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)  # noqa: SLF001
+        else:
+            self.layer.write(key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Batch | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of a step, written into `output`. Without metadata, a run that measures memory: zeros."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        if output_scale is not None or output_block_scale is not None:
+            refuse_output_scales()
+        if not self._attends_pages:
+            self.layer.attend_unpaged(query, key, value, attn_metadata, output)
+        elif self._is_e4m3:
+            scales = layer._k_scale, layer._v_scale  # noqa: SLF001
+            self.layer.attend(query, kv_cache, attn_metadata, output, *scales)
+        else:
+            self.layer.attend(query, kv_cache, attn_metadata, output)
+        return output

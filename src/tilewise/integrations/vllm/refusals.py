@@ -1,0 +1,65 @@
+"""What vLLM may ask for and tilewise cannot do, with the reasons. Nothing here imports vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise.errors import Unsupported
+from tilewise.problem import MAX_HEAD_DIM
+
+__all__ = [
+    "KV_CACHE_DTYPES",
+    "refuse_batch",
+    "refuse_cache",
+    "refuse_output_scales",
+    "why_not_cache_dtype",
+    "why_not_head_size",
+]
+
+# What a cache may hold, by vLLM's names: the model's own dtype, or e4m3 with a scale per tensor or per K/V head.
+OWN = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+KV_CACHE_DTYPES = ("auto", *OWN, "fp8", "fp8_e4m3")
+
+
+def why_not_head_size(head_size: int) -> str | None:
+    """The reason against a head size."""
+    return None if 1 <= head_size <= MAX_HEAD_DIM else f"head size {head_size}: tilewise takes 1 to {MAX_HEAD_DIM}"
+
+
+def why_not_cache_dtype(name: str | None, dtype: torch.dtype) -> str | None:
+    """The reason against a cache of this name for a model of this dtype."""
+    if name is None or name == "auto":
+        return None
+    if name not in KV_CACHE_DTYPES:
+        return f"kv_cache_dtype {name}: tilewise reads {', '.join(KV_CACHE_DTYPES)}"
+    if name in OWN and OWN[name] != dtype:
+        return f"kv_cache_dtype {name} for a model of {dtype}: tilewise reads a cache in the model's dtype, or fp8"
+    return None
+
+
+def refuse_cache(device: torch.device, kv_transfer_config: Any) -> None:
+    """Raise for a cache that other code would write in another order."""
+    if device.type == "cpu" and kv_transfer_config is not None:
+        raise Unsupported(
+            "KV connectors on vLLM's CPU platform store blocks in the order of its own kernels, which tilewise does "
+            "not read; unset TILEWISE_VLLM_CPU"
+        )
+
+
+def refuse_batch(common: Any) -> None:
+    """Raise for a step that asks for more than lengths, pages and one direction."""
+    if isinstance(common.causal, torch.Tensor):
+        raise Unsupported("a step in which some requests are causal and others are not: tilewise takes one of them")
+    if getattr(common, "mm_req_doc_ranges", None):
+        raise Unsupported("spans of image tokens that see each other (PrefixLM): tilewise's paged calls are causal")
+    if getattr(common, "rswa_prefix_lens", None) is not None:
+        raise Unsupported("reference sliding windows (R-SWA), whose prefix stays visible past the window")
+    if getattr(common, "dcp_local_seq_lens", None) is not None:
+        raise Unsupported("decode context parallelism: each rank holds a part of the keys, tilewise attends to all")
+
+
+def refuse_output_scales() -> None:
+    """Raise for results that are to be stored in fewer bits."""
+    raise Unsupported("results in FP8 (fused output quantisation): tilewise writes them in the model's dtype")
