@@ -222,8 +222,9 @@ def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> 
 
 
 def stat_descriptors(plan: Plan, config: Config, passes: Passes = ONCE) -> dict[str, Any]:
-    """Descriptors of the backward's statistics, or None for all. Used under a causal mask, window or tile mask and for
-    heads up to 64 wide, where they are faster, if whole tiles are stored; times in bench/results/triton-tiles.csv.
+    """Descriptors of the backward's statistics, or None for all. Used under a causal mask or window and for heads up
+    to 64 wide, where they are faster (times in bench/results/triton-tiles.csv), and under a tile mask, where fewer
+    registers spill; if whole tiles are stored.
     """
     statistics, traits = STATISTICS[: passes.num_stats], plan.traits
     count = workspace_rows(plan, 0)[1]
