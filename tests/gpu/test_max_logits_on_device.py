@@ -34,8 +34,8 @@ def rows(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("by", ["hopper", "triton"])
-def test_dense(by: str, head_dim: int, name: str) -> None:
+@pytest.mark.parametrize("chosen", ["hopper", "triton"])
+def test_dense(chosen: str, head_dim: int, name: str) -> None:
     """Scores grow towards the first keys, so that maxima are found late; then towards the last."""
     flags = dict(CASES[name])
     if flags.pop("sinks", False):
@@ -44,15 +44,15 @@ def test_dense(by: str, head_dim: int, name: str) -> None:
         q, v = rows(2, 4, 700, head_dim), rows(2, 2, 900, head_dim)
         k = rows(2, 2, 900, head_dim) * torch.linspace(first, last, 900, device="cuda")[:, None].bfloat16()
         expected = tw.attention(q, k, v, return_max_logits=True, backend="reference", **flags)[1]
-        plain = tw.attention(q, k, v, backend=by, **flags)
+        plain = tw.attention(q, k, v, backend=chosen, **flags)
         for _ in range(3):
-            out, largest = tw.attention(q, k, v, return_max_logits=True, backend=by, **flags)
+            out, largest = tw.attention(q, k, v, return_max_logits=True, backend=chosen, **flags)
             torch.testing.assert_close(largest, expected, atol=2e-3 if "softcap" in flags else 1e-4, rtol=1e-5)
             torch.testing.assert_close(out, plain, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("by", ["hopper", "triton"])
-def test_packed_and_paged(by: str) -> None:
+@pytest.mark.parametrize("chosen", ["hopper", "triton"])
+def test_packed_and_paged(chosen: str) -> None:
     cu = torch.tensor([0, 130, 130, 500], dtype=torch.int32, device="cuda")
     q, k, v = rows(520, 4, 128), rows(520, 2, 128), rows(520, 2, 128)
     lengths: Any = {"max_seqlen_q": 370, "max_seqlen_k": 370}
@@ -60,7 +60,7 @@ def test_packed_and_paged(by: str) -> None:
     for flags in ({"causal": True}, {}):
         given: Any = {"return_max_logits": True, **lengths, **flags}
         _, expected = tw.attention_varlen(q, k, v, cu, cu, backend="reference", **given)
-        _, largest = tw.attention_varlen(q, k, v, cu, cu, backend=by, **given)
+        _, largest = tw.attention_varlen(q, k, v, cu, cu, backend=chosen, **given)
         torch.testing.assert_close(largest, expected, atol=1e-4, rtol=1e-5)
     pages = rows(40, 64, 2, 128), rows(40, 64, 2, 128)
     table = torch.randperm(40, device="cuda").int().view(4, 10)
@@ -68,7 +68,7 @@ def test_packed_and_paged(by: str) -> None:
     starts = torch.arange(0, 401, 100, dtype=torch.int32, device="cuda")
     chunk: Any = {"cu_seqlens_q": starts, "max_seqlen_q": 100, "return_max_logits": True}
     _, expected = tw.attention_paged(q[:400], *pages, table, seqlens, backend="reference", **chunk)
-    _, largest = tw.attention_paged(q[:400], *pages, table, seqlens, backend=by, **chunk)
+    _, largest = tw.attention_paged(q[:400], *pages, table, seqlens, backend=chosen, **chunk)
     torch.testing.assert_close(largest, expected, atol=1e-4, rtol=1e-5)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise import cascade
 from tilewise.errors import InvalidProblem
 
 pytest.importorskip("triton")
@@ -138,3 +139,28 @@ def test_memory_of_an_operand_is_refused_in_known_calls() -> None:
     tw.attention(q, k, v, out=out)
     with pytest.raises(InvalidProblem, match="apart from that of k"):
         tw.attention(q, k, v, out=k)
+
+
+@pytest.mark.parametrize("padding", [0, 8])
+def test_with_a_shared_prefix(padding: int) -> None:
+    """64 sequences share 4096 keys: one bound pass for own keys and prefix from the second call on."""
+    batch, shared_pages, own_pages = 64, 64, 2
+    count = shared_pages + batch * own_pages
+    q, k, v = randn(batch, 8, 128), randn(count, 64, 2, 128), randn(count, 64, 2, 128)
+    own = torch.arange(shared_pages, count, device="cuda").int().view(batch, own_pages)
+    prefix = torch.arange(shared_pages, device="cuda").int()[None]
+    table, lengths = torch.cat([prefix.expand(batch, -1), own], 1), int32(*[64 * 64 + 100] * batch)
+    shared = cascade.SharedPrefix(
+        (cascade.Group(batch, batch, 64 * 64),), prefix, int32(64 * 64), int32(0, batch), None, own, lengths - 64 * 64
+    )
+    expected, lse = tw.attention_paged(q, k, v, table, lengths, shared_prefix=shared, return_lse=True)
+    memory = torch.empty(batch, 8, 128 + padding, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        out = memory.fill_(7.0)[..., :128]
+        made, made_lse = tw.attention_paged(q, k, v, table, lengths, shared_prefix=shared, return_lse=True, out=out)
+        assert made is out
+        assert torch.equal(out, expected)
+        assert torch.equal(made_lse, lse)
+        assert tw.attention_paged(q, k, v, table, lengths, shared_prefix=shared, out=out) is out
+        assert torch.equal(out, expected)
+        assert bool((memory[..., 128:] == 7.0).all())
