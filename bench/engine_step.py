@@ -181,7 +181,7 @@ def timed(run: Run, layers: int) -> float:
         run()
         stop.record()
         stop.synchronize()
-        taken.append(start.elapsed_time(stop) * 1e3 / layers)
+        taken.append(float(start.elapsed_time(stop)) * 1e3 / layers)
     return statistics.median(taken)
 
 
