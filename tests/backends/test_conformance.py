@@ -533,7 +533,12 @@ def test_results_are_written_into_memory_of_the_caller(case: Case, backend: str,
 
 @over(largest_cases)
 def test_the_largest_score_of_each_head(case: Case, backend: str, device: str) -> None:
-    check_largest(*runnable(case, backend, device))
+    """Hopper's kernels for decoding and e4m3 operands refuse this; the others are in tests/gpu by name."""
+    case, implementation = runnable(case, backend, device)
+    try:
+        check_largest(case, implementation)
+    except Unsupported as refusal:
+        pytest.skip(str(refusal))
 
 
 @pytest.mark.slow

@@ -32,8 +32,9 @@ MAX_PASSES = 512
 MAX_FILLED = 8192
 # Alignment of tensors that share a block, about that of a caching allocator; and the name of the block.
 STEP, BLOCK = 256, "block"
-# The order of the tensors that a backward pass is given.
-BACKWARD_GIVEN = ("dout", "dlse", "out", "lse", *Operands._fields[: Operands._fields.index("out")])
+# The operands that are read, and the order of the tensors that a backward pass is given.
+INPUTS = Operands._fields[: Operands._fields.index("out")]
+BACKWARD_GIVEN = ("dout", "dlse", "out", "lse", *INPUTS)
 # Strides, dtype, and whether the address is a multiple of 16 bytes: part of the cache key.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
 RawViews = tuple[RawView | None, ...]

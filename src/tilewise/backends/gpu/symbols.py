@@ -84,7 +84,11 @@ class KernelCall:
     @property
     def options(self) -> dict[str, Any]:
         """The compiler options of the call."""
-        found = {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
+        found: dict[str, Any] = {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.max_registers,
+        }
         found["enable_fp_fusion"] = self.fused
         found["launch_pdl"] = self.overlaps or None
         found["ptx_options"] = releases.assembler_options(self.kernel)
