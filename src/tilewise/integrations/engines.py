@@ -187,7 +187,7 @@ class Layer:
         if len(q) != count:
             q, out = q[:count], out[:count]
         packed, longest = (None, None) if batch.is_decode else (batch.cu_seqlens_q, batch.max_seqlen_q)
-        result = attention_paged(
+        attention_paged(
             q,
             k,
             v,
@@ -202,14 +202,14 @@ class Layer:
             scale=self.scale,
             alibi_slopes=self._alibi_on(q.device),
             sinks=self.sinks,
+            out=out.view(count, q.shape[1], v.shape[-1]),
         )
-        out.copy_(result.view(out.shape))
 
     def attend_unpaged(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, out: Tensor) -> None:
         """Attention within the step's own sequences, in both directions, without a cache: for encoders."""
         count = batch.num_tokens
         totals, longest = batch.cu_seqlens_q, batch.max_seqlen_q
-        result = attention_varlen(
+        attention_varlen(
             q[:count],
             k[:count],
             v[:count],
@@ -222,8 +222,8 @@ class Layer:
             scale=self.scale,
             alibi_slopes=self._alibi_on(q.device),
             sinks=self.sinks,
+            out=out[:count].view(count, q.shape[1], v.shape[-1]),
         )
-        out[:count].copy_(result.view(out[:count].shape))
 
     def _alibi_on(self, device: torch.device) -> Tensor | None:
         if self._slopes is None:
