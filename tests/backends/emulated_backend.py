@@ -27,11 +27,13 @@ def poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtyp
 @pytest.fixture(scope="module")
 def emulated() -> Iterator[Callable[[str], Any]]:
     """Import modules of the backend over the stand-in; afterwards everything is as it was."""
+    for package in (PACKAGE, SHARED):  # what is imported first under the stand-in would keep its names
+        importlib.import_module(package)
     replaced = ("triton.", f"{PACKAGE}.", f"{SHARED}.")
     ours = [name for name in sys.modules if name == "triton" or name.startswith(replaced)]
     saved = {name: sys.modules.pop(name) for name in ours}
     # `from package import module` would find the real module as an attribute of its package.
-    packages = [vars(sys.modules[package]) for package in (PACKAGE, SHARED) if package in sys.modules]
+    packages = [vars(sys.modules[package]) for package in (PACKAGE, SHARED)]
     attributes = [dict(names) for names in packages]
     for names in packages:
         for name in [n for n, value in names.items() if isinstance(value, types.ModuleType)]:

@@ -163,8 +163,8 @@ _HOPPER_LISTED: dict[Pass, Table] = {
     "dkdv": {
         # Beats two stages, a late dP, and twice the keys or queries. Eight heads at a time beat what fits L2.
         64: Config(64, 64, 4, 3, descriptors=True, heads_per_wave=8),
-        # Twice as fast as eight warps. Four heads at a time beat eight, and what fits L2. Beats a late dP, twice the keys
-        # and, but for short documents, half the queries.
+        # Twice as fast as eight warps. Four heads at a time beat eight, and what fits L2. Beats a late dP, twice the
+        # keys and, but for short documents, half the queries.
         128: Config(64, 64, 4, 2, descriptors=True, heads_per_wave=4),
     },
     "dq": {
