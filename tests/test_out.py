@@ -225,9 +225,9 @@ class TestRefused:
     def test_transforms(self) -> None:
         q, k, v = dense()
         out = torch.empty(2, 4, 33, 8)
-        with pytest.raises(Unsupported, match="out= is not written under"):
+        with pytest.raises(Unsupported, match="out= is not computed under"):
             torch.func.vmap(lambda q: tw.attention(q, k, v, out=out))(q[None])
-        with pytest.raises(Unsupported, match="out= is not written under"):
+        with pytest.raises(Unsupported, match="out= is not computed under"):
             torch.func.jvp(lambda q: tw.attention(q, k, v, out=out), (q,), (q,))
 
     def test_forecasts(self) -> None:
