@@ -360,6 +360,9 @@ def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct |
     """None if no backend attends prefixes directly, or another backend was requested."""
     if not ops.is_plain_eager((*operands, *shared[1:])):
         return None
+    out = operands.out
+    if out is not None and out.shape[-1] > 1 and out.stride(-1) != 1:  # kernels merge into adjacent columns
+        return None
     backend = dispatch.serving(operands.q.device.type)
     if backend is None or flags.backend not in ("auto", backend.name):
         return None

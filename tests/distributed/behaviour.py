@@ -129,6 +129,7 @@ def bad_arguments() -> None:
     few = [shard(t) for t in tensors(heads=1)]
     if dist.get_world_size() > 1:
         raises(tw.Unsupported, "ring", lambda: attend(*few, method="heads"))
+    raises(tw.Unsupported, "several ranks", lambda: attend(q, k, v, deterministic="batch"))
 
 
 class _Mesh2:

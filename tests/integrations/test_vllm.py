@@ -13,6 +13,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import cascade, settings
 from tilewise.integrations import vllm as plugin
+from tilewise.integrations.engines import Layer
 from vllm_stand_in import CommonAttentionMetadata, CrossAttentionSpec, FullAttentionSpec, installed
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
@@ -231,6 +232,22 @@ def test_rows_past_the_step_are_left_alone(classes: Any) -> None:
     engine.step([a, b], [20, 33], extra=11)
     engine.check()
     assert (engine.output[53:] == 9.0).all()
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "reason"),
+    [
+        (torch.ones(1, 2, 8), torch.ones(1, 2, 8), r"k: expected the dtype of the cache, torch\.bfloat16"),
+        (torch.ones(1, 2, 8).bfloat16(), torch.ones(1, 2, 8), r"v: expected the dtype of the cache"),
+        (torch.ones(1, 1, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16(), r"k: expected \(1 tokens, 2, 8\)"),
+        (torch.ones(2, 2, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16(), r"v: expected \(2 tokens, 2, 8\)"),
+    ],
+)
+def test_rows_that_do_not_fit_the_cache(k: Tensor, v: Tensor, reason: str) -> None:
+    cache = torch.zeros(3, 2, 16, 16, dtype=torch.bfloat16)
+    with pytest.raises(tw.InvalidProblem, match=reason):
+        Layer(2, 8, 1.0, 2).write(k, v, cache, torch.tensor([5]))
+    assert not cache.any()
 
 
 def test_both_directions_over_pages(classes: Any) -> None:

@@ -259,6 +259,16 @@ def test_bad_input_is_named_and_changes_nothing(name: str) -> None:
     assert cache.step([request]) == 1
 
 
+def test_bits_that_do_not_depend_on_the_batch_are_refused() -> None:
+    """The longest prompt of a step and the width of its table are the batch's."""
+    cache = Shadow(4, torch.float32).cache
+    cache.step([cache.add([1, 2, 3])])
+    for layer in range(LAYERS):
+        cache.append(rows_of(3), rows_of(3, DIM_V), layer=layer)
+    with pytest.raises(tw.Unsupported, match="Call attention_paged"):
+        cache.attention(torch.zeros(3, HEADS, DIM), deterministic="batch")
+
+
 def test_tensors_of_a_step_need_a_step() -> None:
     cache = tw.PagedKVCache(4, 4, 1, 1, 8, dtype=torch.float32, device="cpu")
     for call in (cache.block_table, cache.seqlens, cache.cu_seqlens_q, cache.slots, cache.shared_prefix):

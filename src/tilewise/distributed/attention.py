@@ -15,7 +15,7 @@ from tilewise.distributed.operators import Settings, Tensors, context_parallel, 
 from tilewise.distributed.scaling import best_method
 from tilewise.distributed.sharding import Sharding
 from tilewise.distributed.transport import Group, MeshOrGroup, group_of
-from tilewise.errors import InvalidProblem, TilewiseError
+from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.operands import Options, Window
 from tilewise.validation.flags import seed_tensor
 
@@ -154,6 +154,8 @@ def _checked(
     q, k, v = validation.autocast(q, k, v)
     grads = [validation.any_needs_grad(t) for t in (q, k, v, sinks)]
     flags = validation.normalise(options, needs_grad=any(grads))
+    if flags.batch_invariant:
+        raise Unsupported("deterministic='batch' on several ranks: parts of a sequence are summed as ranks hold them")
     if flags.dropout > 0.0 and seed is None:
         fix = "Every rank drops what one device would; draw a seed on one rank and broadcast it."
         raise InvalidProblem("seed", "an integer, the same on every rank, because dropout is on", None, fix)

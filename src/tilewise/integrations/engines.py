@@ -121,12 +121,13 @@ class Layer:
             kv_cache = kv_cache.view(E4M3)
         rows = kv_cache.transpose(1, 2)
         k, v = rows[..., : self.head_dim], rows[..., self.head_dim :]
-        self._views = self._attended = (k, v)
+        attended: tuple[Pages, Pages] = (k, v)
         if self.is_e4m3:
             if k_scale is None or v_scale is None:
                 fix = "Pass the layer's scales."
                 raise InvalidProblem("k_scale, v_scale", "the scales of an e4m3 cache", None, fix)
-            self._attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
+            attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
+        self._views, self._attended = (k, v), attended
 
     def _scaled(self, pages: Tensor, scale: Tensor) -> Fp8Tensor:
         """Pages with one scale for the layer, or one per K/V head; not copied, so later updates in place are seen."""
@@ -154,6 +155,12 @@ class Layer:
         """Store rows of k and v (tokens, num_kv_heads, dim) in their slots. Rows past the slots are padding."""
         self._of(kv_cache, k_scale, v_scale)
         assert self._views is not None
+        for name, given, pages in zip(("k", "v"), (k, v), self._views, strict=True):
+            if given.shape[1:] != pages.shape[2:] or len(given) != len(k):
+                expected = f"({len(k)} tokens, {pages.shape[2]}, {pages.shape[3]})"
+                raise InvalidProblem(name, expected, tuple(given.shape), "Rows have the heads of the cache.")
+            if not self.is_e4m3 and given.dtype != pages.dtype:
+                raise InvalidProblem(name, f"the dtype of the cache, {pages.dtype}", given.dtype, "Convert the rows.")
         count = len(slots)
         if len(k) != count:
             if len(k) < count:

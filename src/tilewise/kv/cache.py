@@ -25,7 +25,7 @@ from torch import Tensor
 from tilewise import derivatives
 from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
-from tilewise.errors import InvalidProblem
+from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.kv.book import CacheStats, PageBook, Step, sizes_of, within
 from tilewise.kv.groups import PrefixGroups
@@ -234,8 +234,12 @@ class PagedKVCache:
         """`attention_paged` of the step's queries (rows, num_heads, head_dim) to one layer of their requests' pages.
 
         Takes the same flags and returns the same results. A prefix that several requests share is attended once where
-        that is faster (see `explain`). `append` the step's K and V of the layer first.
+        that is faster (see `explain`). `append` the step's K and V of the layer first. `deterministic="batch"` is
+        refused: the longest prompt of a step and the width of its table are the batch's.
         """
+        if flags.get("deterministic") == "batch":
+            reason = "deterministic='batch' in a step of a cache, whose lengths are those of the batch"
+            raise Unsupported(f"{reason}. Call attention_paged with a table and a max_seqlen_q that never change")
         layer = self._number(layer)
         k_pages, v_pages = self.attended(layer)
         self._running()
