@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -290,8 +291,13 @@ def test_a_taken_port_is_one_line(server: ExplorerServer) -> None:
 
 @pytest.mark.slow
 def test_the_command_says_where_it_is_and_stops_when_told() -> None:
-    words = [sys.executable, "-m", "tilewise", "explore", "--no-browser", "--port", "0", "--chapter", "fa2"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=None) as process:
+    # A background job of a shell ignores SIGINT, and so do its children unless they ask for it.
+    start = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module('tilewise')"
+    )
+    words = [sys.executable, "-c", start, "explore", "--no-browser", "--port", "0", "--chapter", "fa2"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as end:
+        end.callback(process.kill)
         assert process.stdout is not None
         first, second = process.stdout.readline(), process.stdout.readline()
         address, chapter = first.strip().split("#")
