@@ -292,9 +292,8 @@ def test_a_taken_port_is_one_line(server: ExplorerServer) -> None:
 @pytest.mark.slow
 def test_the_command_says_where_it_is_and_stops_when_told() -> None:
     # A background job of a shell ignores SIGINT, and so do its children unless they ask for it.
-    start = (
-        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module('tilewise')"
-    )
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = f"{heard}; from tilewise.__main__ import main; main()"
     words = [sys.executable, "-c", start, "explore", "--no-browser", "--port", "0", "--chapter", "fa2"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as end:
         end.callback(process.kill)
