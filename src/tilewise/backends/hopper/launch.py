@@ -17,16 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
 from tilewise.backends.gpu import launching, tile_lists
-from tilewise.backends.gpu.launching import (
-    BACKWARD_GIVEN,
-    INPUTS,
-    MAX_PASSES,
-    Allocation,
-    Pass,
-    RawViews,
-    View,
-    named_views,
-)
+from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile
 from tilewise.backends.gpu.work_list import (
@@ -129,7 +120,7 @@ def run_backward(
     wanted: Wanted,
 ) -> Gradients:
     """The wanted gradients of canonical operands."""
-    given = (dout, dlse, out, lse, *operands[: len(INPUTS)])
+    given = (dout, dlse, out, lse, *operands[: len(launching.INPUTS)])
     made = bind_backward(problem, given, operands.q, wanted).run(given)
     dq, dk, dv = (launching.heads_first(problem, made[name]) if name in made else None for name in ("dq", "dk", "dv"))
     dsinks = None

@@ -161,17 +161,16 @@ _HOPPER_LISTED: dict[Pass, Table] = {
         128: Config(64, 64, 4, 3, boxes=True),
     },
     "dkdv": {
-        # Beats two stages, a late dP, and twice the keys or queries. Eight heads at a time beat what fits L2.
-        64: Config(64, 64, 4, 3, descriptors=True, heads_per_wave=8),
-        # Twice as fast as eight warps. Four heads at a time beat eight, and what fits L2. Beats a late dP, twice the
-        # keys and, but for short documents, half the queries.
-        128: Config(64, 64, 4, 2, descriptors=True, heads_per_wave=4),
+        # Beats two stages, a late dP, and twice the keys or queries.
+        64: Config(64, 64, 4, 3, descriptors=True),
+        # Twice as fast as eight warps. Beats a late dP, twice the keys and, but for short documents, half the queries.
+        128: Config(64, 64, 4, 2, descriptors=True),
     },
     "dq": {
         # 1.4 times as fast as eight warps with twice the rows. Beats two stages, and twice the keys or rows.
-        64: Config(64, 64, 4, 3, descriptors=True, heads_per_wave=8),
+        64: Config(64, 64, 4, 3, descriptors=True),
         # Beats two stages, four warps with half the rows but for few tiles, and twice the keys.
-        128: Config(128, 64, 8, 3, descriptors=True, heads_per_wave=8),
+        128: Config(128, 64, 8, 3, descriptors=True),
     },
 }
 

@@ -17,16 +17,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu import launching, tile_lists
-from tilewise.backends.gpu.launching import (
-    BACKWARD_GIVEN,
-    INPUTS,
-    MAX_PASSES,
-    Allocation,
-    Pass,
-    RawViews,
-    View,
-    named_views,
-)
+from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
 from tilewise.backends.gpu.work_list import list_call, list_size
@@ -224,7 +215,7 @@ def run_backward(
         return zero_gradients(problem, operands, wanted)
     operands = ready(problem, operands)
     order = pages_in_order(problem, operands, wanted)
-    given = (dout, dlse, out, lse, *operands[: len(INPUTS)])
+    given = (dout, dlse, out, lse, *operands[: len(launching.INPUTS)])
     made = launching.bound_to(backward_pass, problem, given, operands.q, wanted).run((*given, *order))
     dq, dk, dv = row_gradients(problem, made)
     dsinks = None
