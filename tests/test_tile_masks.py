@@ -246,9 +246,13 @@ def test_the_lists_of_rows_and_columns() -> None:
     mask = random_mask(500, 300, batch=2, heads=3)
     batch, heads, rows, cols = mask.tiles.shape
     parts, found = sections((batch, heads, rows, cols)), lists_of(mask.tiles, mask.bits)
-    lists, groups, turned = found.split((parts.groups, parts.bits - parts.groups, mask.bits.numel()))
-    by_head = zip(mask.tiles.flatten(0, 1), lists.view(6, -1), groups.view(6, rows, -1), strict=True)
-    for kinds, listed, grouped in by_head:
+    cuts = parts.groups, parts.column_groups - parts.groups, parts.bits - parts.column_groups, mask.bits.numel()
+    lists, groups, column_groups, turned = found.split(cuts)
+    by_head = zip(
+        mask.tiles.flatten(0, 1), lists.view(6, -1), groups.view(6, rows, -1), column_groups.view(6, cols, -1),
+        strict=True,
+    )  # fmt: skip
+    for kinds, listed, grouped, column_grouped in by_head:
         by_row, by_column = listed[: parts.columns].view(rows, -1), listed[parts.columns :].view(cols, -1)
         for lines, entries in ((kinds, by_row), (kinds.T, by_column)):
             for line, (count, _, *pairs) in zip(lines.tolist(), entries.tolist(), strict=True):
@@ -266,6 +270,11 @@ def test_the_lists_of_rows_and_columns() -> None:
             assert masked >= 1
             # What follows needs no mask: full, and not at the end of the keys.
             assert all(kind == FULL and at < cols - 1 for at, kind in entries[masked:])
+        assert column_grouped[:, 0].tolist() == by_column[:, 1].tolist()
+        for column, (_, count, masked, _, *pairs) in enumerate(column_grouped.tolist()):
+            entries = listed_pairs(pairs, count)
+            assert sorted(entries) == [(at, kind) for at, kind in enumerate(kinds.T[column].tolist()) if kind != EMPTY]
+            assert [kind >= 0 for _, kind in entries] == [True] * masked + [False] * (count - masked)
     assert torch.equal(turned.view_as(mask.bits), packed(unpacked(mask.bits).transpose(1, 2)))
 
 

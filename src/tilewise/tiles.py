@@ -47,7 +47,8 @@ def num_tiles(length: int) -> int:
 
 class Sections(NamedTuple):
     """Where `lists_of` puts what, in words: the strides of heads, rows and columns of the first lists and where those
-    of columns begin; where the lists of groups begin, and their strides of heads and rows; where the bits begin.
+    of columns begin; where the lists of groups begin, those of rows and those of columns, each with the strides of
+    heads and of lists; where the bits begin.
     """
 
     head: int
@@ -57,17 +58,32 @@ class Sections(NamedTuple):
     groups: int
     groups_head: int
     groups_row: int
+    column_groups: int
+    column_groups_head: int
+    column_groups_column: int
     bits: int
 
 
 def sections(shape: tuple[int, int, int, int]) -> Sections:
     """The sections of the lists of a map of such a shape."""
     batch, heads, rows, columns = shape
-    row, column, groups_row = 2 + 2 * columns, 2 + 2 * rows, GROUPS_HEADER + 2 * columns
-    head, groups_head = rows * row + columns * column, rows * groups_row
+    row, column = 2 + 2 * columns, 2 + 2 * rows
+    groups_row, groups_column = GROUPS_HEADER + 2 * columns, GROUPS_HEADER + 2 * rows
+    head, groups_head, column_groups_head = rows * row + columns * column, rows * groups_row, columns * groups_column
     groups = batch * heads * head
+    column_groups = groups + batch * heads * groups_head
     return Sections(
-        head, row, column, rows * row, groups, groups_head, groups_row, groups + batch * heads * groups_head
+        head=head,
+        row=row,
+        column=column,
+        columns=rows * row,
+        groups=groups,
+        groups_head=groups_head,
+        groups_row=groups_row,
+        column_groups=column_groups,
+        column_groups_head=column_groups_head,
+        column_groups_column=groups_column,
+        bits=column_groups + batch * heads * column_groups_head,
     )
 
 
@@ -80,8 +96,8 @@ def at_once(device: torch.device) -> int:
 
 def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
     """What GPU kernels walk, in one dimension: the tiles of a map (batch, heads, rows, columns) that are not empty, for
-    each sequence and head a list of each row, then of each column; then lists of rows in groups; then the bits with
-    queries and keys exchanged (see `sections`). Nothing is read back from the device.
+    each sequence and head a list of each row, then of each column; then lists of rows in groups, and of columns; then
+    the bits with queries and keys exchanged (see `sections`). Nothing is read back from the device.
 
     A list is the number of its entries, a rank, then (tile, kind) of each entry in order, and is as long as if all were
     listed. The rank in list r is the row (column) with the r-th most entries. Of rows that are equal the last comes
@@ -90,6 +106,8 @@ def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
     The lists of groups have the longest row first, and the tiles that need a mask before the others: tiles with bits,
     and the last tile of keys, which may not be whole. Such a list is the row, the number of its entries, of those with
     a mask, and 0, then (tile, kind) of each entry. Both numbers are at least 1: a row without tiles has an empty one.
+    Those of columns are in the order of the columns and have a rank instead of the row; only tiles with bits are
+    masked, and a column may have none.
 
     Launches take longer than the work, so pairs of words are written as numbers of 64 bits, and nothing that has the
     size of the map is sorted.
@@ -97,8 +115,11 @@ def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
     batch, heads, rows, columns = tiles.shape
     parts = sections((batch, heads, rows, columns))
     found = tiles.new_empty(parts.bits + bits.numel())
+    if tiles.numel() == 0:
+        return found.zero_()
     pairs = found[: parts.bits].view(torch.int64)
-    lists, groups = pairs.split((parts.groups // 2, (parts.bits - parts.groups) // 2))
+    cuts = parts.groups // 2, (parts.column_groups - parts.groups) // 2, (parts.bits - parts.column_groups) // 2
+    lists, row_groups, column_groups = pairs.split(cuts)
     by_head = lists.view(batch, heads, parts.head // 2)
     by_row = by_head[..., : parts.columns // 2].unflatten(-1, (rows, parts.row // 2))
     by_column = by_head[..., parts.columns // 2 :].unflatten(-1, (columns, parts.column // 2))
@@ -110,7 +131,7 @@ def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
         number, length = kinds.shape[2:]
         at, line = places[:length], places[:number]
         upto = kinds.cumsum(-1)
-        counts = upto[..., -1] if length else upto.sum(-1)
+        counts = upto[..., -1]
         # Of the entries that are not listed each has a place too, after the others.
         after = counts[..., None] + at - upto
         values = high + at if is_row else high.transpose(2, 3) + at
@@ -118,8 +139,15 @@ def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
         tie = line if is_row else number - 1 - line
         ranked = (counts * number + tie).argsort(dim=-1, descending=True)
         entries[..., 0] = counts + (ranked << WORD)
-        if is_row and tiles.numel():
-            _put_groups(groups.view(batch, heads, rows, -1), tiles, kinds, upto, after, values, ranked)
+        if is_row:
+            masked = tiles >= 0
+            masked[..., -1:] |= listed[..., -1:]
+            ordered = _in_groups(row_groups.view(batch, heads, rows, -1), kinds, masked, upto, after, values, 1)
+            row_groups.view(ordered.shape).copy_(ordered.gather(2, ranked[..., None].expand(ordered.shape)))
+            row_groups.view(ordered.shape)[..., 0] += ranked
+        else:
+            by_head = column_groups.view(batch, heads, columns, -1)
+            _in_groups(by_head, kinds, tiles.transpose(2, 3) >= 0, upto, after, values, 0)[..., 0] += ranked
     offset = parts.bits
     for some in bits.split(at_once(bits.device)) if len(bits) else ():
         found[offset : offset + some.numel()].view(some.shape).copy_(_turned(some).reshape(some.shape))
@@ -127,25 +155,21 @@ def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
     return found
 
 
-def _put_groups(
-    groups: Tensor, tiles: Tensor, listed: Tensor, upto: Tensor, after: Tensor, values: Tensor, ranked: Tensor
-) -> None:
-    """Write the lists of groups (see lists_of). `upto` counts the listed tiles up to each, `after` are the places of
-    those that are not listed.
+def _in_groups(
+    groups: Tensor, listed: Tensor, masked: Tensor, upto: Tensor, after: Tensor, values: Tensor, least: int
+) -> Tensor:
+    """Write the lists of groups (see lists_of), in order and without the first word, and return them. `upto` counts the
+    listed tiles up to each, `after` are the places of those that are not listed; both numbers are at least `least`.
     """
-    masked = tiles >= 0
-    masked[..., -1] |= listed[..., -1]
     masked_upto = masked.cumsum(-1)
-    counts = masked_upto[..., -1:]
+    counts = masked_upto[..., -1]
     # Listed tiles without a mask follow those with one.
-    unmasked = counts + upto - masked_upto
+    unmasked = counts[..., None] + upto - masked_upto
     at = torch.where(masked, masked_upto, torch.where(listed, unmasked, after + 1)) - 1
-    ordered = torch.empty_like(groups)
-    ordered[..., 2:].scatter_(-1, at, values)
-    ordered[..., 0] = upto[..., -1].clamp_min(1) << WORD
-    ordered[..., 1] = counts[..., 0].clamp_min(1)
-    groups.copy_(ordered.gather(2, ranked[..., None].expand(groups.shape)))
-    groups[..., 0] += ranked
+    groups[..., 2:].scatter_(-1, at, values)
+    groups[..., 0] = upto[..., -1].clamp_min(least) << WORD
+    groups[..., 1] = counts.clamp_min(least)
+    return groups
 
 
 def _turned(bits: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ HOPPER = device.named("h200")
 
 DTYPES: Options = [{"dtype": torch.bfloat16}, {"dtype": torch.float16}]
 MASKS: Options = [{}, {"causal": True}, {"window_left": 100, "window_right": 50}]
-FORWARD_MASKS: Options = [*MASKS, {"tiles_shape": (1, 1, 32, 32)}]
+EVERY_MASK: Options = [*MASKS, {"tiles_shape": (1, 1, 32, 32)}]
 SCORES: Options = [{}, {"softcap": 30.0}, {"has_sinks": True}]
 # Of unequal ones, a wider V and a narrower one, in column parts and without.
 UNEQUAL = ((64, 128), (192, 128), (256, 64))
@@ -90,6 +90,8 @@ def _problems(family: Family) -> Iterator[AttentionProblem]:
     """Every combination of features that the backend takes, and these kernels compute."""
     for combination in itertools.product(*family.options):
         problem = family.problem(**{name: value for option in combination for name, value in option.items()})
+        if problem.tiles_shape and problem.deterministic:  # Triton's kernels compute these gradients
+            continue
         if BACKEND.supports(problem, HOPPER) is None and decodes(problem) == (family.choices is decode_choices):
             yield problem
 
@@ -194,7 +196,7 @@ FAMILIES = {
         ("forward_kernel", "forward_quad_kernel"),
         plain_problem,
         forward_choices,
-        (DIMS, DTYPES, FORWARD_MASKS, ROWS, SCORES, LENGTHS),
+        (DIMS, DTYPES, EVERY_MASK, ROWS, SCORES, LENGTHS),
         lambda: _rows_of(configs, configs.ForwardTile),
     ),
     # Its kernels know nothing of sinks.
@@ -202,7 +204,7 @@ FAMILIES = {
         ("backward_kernel", "backward_wide_kernel", "backward_pieces_kernel", "query_gradient_kernel"),
         plain_problem,
         backward_choices,
-        (GRADIENTS, DIMS, DTYPES, MASKS, [DENSE, PACKED], SCORES[:2], EVERY_LENGTH, ORDERS),
+        (GRADIENTS, DIMS, DTYPES, EVERY_MASK, [DENSE, PACKED], SCORES[:2], EVERY_LENGTH, ORDERS),
         set,
     ),
     "decode": Family(

@@ -1,4 +1,4 @@
-"""Tile masks in the Hopper forward, run on the CPU over the stand-in for Gluon (see test_hopper_protocol.py)."""
+"""Tile masks in the Hopper kernels, run on the CPU over the stand-in for Gluon (see test_hopper_protocol.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gluon_emulator import MODE
 from sampling import sampled
 from test_hopper_protocol import LATE_FIRST, Case, in_double, reference
 from tilewise import TileMask
-from tilewise.operands import Operands
+from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 from tilewise.tiles import lists_of
 
@@ -70,6 +70,44 @@ def test_the_forward_walks_lists(
     ref, ref_lse = reference().forward(plain, in_double(dense))
     torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
+BACKWARD = {
+    "d64": (Case(64, heads=(2, 1), seqlens=(300, 520), batch=2), (1, 1)),
+    "d64 of its own heads": (Case(64, heads=(4, 2), seqlens=(200, 300), batch=2), (2, 4)),
+    "d128": (Case(128, heads=(2, 2), seqlens=(300, 640)), (1, 2)),
+    "d128 half a tile": (Case(128, heads=(4, 2), seqlens=(180, 300), batch=2), (2, 4)),
+    "d96 capped, sinks": (Case(96, heads=(2, 1), seqlens=(140, 400), softcap=2.0, sinks=True), (1, 2)),
+    "one tile": (Case(128, heads=(2, 1), seqlens=(70, 100)), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("late_loads", LATE_FIRST)
+@pytest.mark.parametrize(("given", "shape"), sampled(BACKWARD, ("d64 of its own heads", "d128 half a tile")))
+def test_the_backward_walks_lists(
+    given: Case, shape: tuple[int, int], late_loads: bool, emulated: Callable[[str], Any]
+) -> None:
+    """Gradients are those of fp64, and 0 where nothing is seen; keys and queries that no tile names are not touched."""
+    MODE.late_loads = late_loads
+    emulated("launch").backward_pass.cache_clear()
+    problem, operands, dense = masked(given, holes(shape, given.seqlens))
+    scores = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    plain = replace(given.problem, dtype=torch.float64, mask_shape=scores)
+    wanted = Wanted(dsinks=given.sinks)
+    out, lse = reference().forward(plain, in_double(dense))
+    draw = torch.Generator().manual_seed(2)
+    dout, dlse = torch.randn(out.shape, generator=draw).bfloat16(), torch.randn(lse.shape, generator=draw)
+    ref = reference().backward(plain, in_double(dense), out, lse, dout.double(), dlse.double(), wanted)
+    run = emulated("launch").run_backward
+    got = run(problem, operands, out.bfloat16(), lse.float(), dout, dlse, wanted)
+    assert emulated("counters").HostCounters().current() == 0, "the tile counter must come back to zero"
+    for name, mine, theirs in zip(ref._fields, got, ref, strict=True):
+        if theirs is not None:
+            assert mine is not None
+            error, largest = (mine.double() - theirs).abs().max().item(), theirs.abs().max().item()
+            assert error <= 0.015 * largest, f"{name}: error {error}, largest {largest}"
+            unseen = (theirs == 0).all(-1) if theirs.dim() == 4 else theirs == 0
+            assert not mine[unseen].any(), f"{name} of rows that see nothing"
 
 
 def test_full_tiles_are_visited_without_a_mask(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:

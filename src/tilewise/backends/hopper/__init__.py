@@ -82,7 +82,8 @@ class HopperBackend(GpuBackend):
 
     def skips_tiles(self, problem: AttentionProblem) -> str:
         """How tile masks are read, for `explain()`."""
-        rest = "; gradients are computed by the kernels of the triton backend" if problem.needs_grad else ""
+        other = "; gradients that repeat bit for bit are computed by the kernels of the triton backend"
+        rest = other if problem.needs_grad and problem.deterministic else ""
         return f"blocks walk the tiles that the mask lists, those with bits first{rest}"
 
     def ignores_batch(self, problem: AttentionProblem) -> str:
@@ -96,13 +97,15 @@ class HopperBackend(GpuBackend):
         return "warpgroups raise their head's with the maximum of their rows, to which softmax refers in such calls"
 
     def _gradients(self, problem: AttentionProblem) -> ModuleType:
-        if problem.tiles_shape is None:
+        # Sums of dQ in fixed point need to know how many key tiles add to a query tile, and whether one that is not
+        # finite does. Triton's kernels have a fixed order.
+        if problem.tiles_shape is None or not problem.deterministic:
             return super()._gradients(problem)
         return importlib.import_module("tilewise.backends.triton.launch")
 
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Which gradient is summed in no fixed order, for `explain()`; None if all results repeat bit for bit."""
-        if not problem.needs_grad or problem.tiles_shape is not None:
+        if not problem.needs_grad or (problem.tiles_shape is not None and problem.deterministic):
             return None
         config = importlib.import_module("tilewise.backends.hopper.configs").backward_config(problem)
         if config.WIDE or config.FIXED_POINT:

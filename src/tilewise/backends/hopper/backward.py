@@ -12,6 +12,8 @@ Grid: one CTA per SM, persistent, key tiles from the counter. Roles:
              TMA adds dQ to its accumulator in global memory (dq_tiles.py), in floating point or, to be repeatable, in
              integers.
 
+Under a tile mask, query tiles come from lists instead, those that need a mask first (listed.py).
+
 GQA: the CTA walks all query heads of a group, so dK and dV need no atomics. The row statistics come from
 backward_rows.py: rows past the end and rows without keys have lse = +inf, so P is 0 without a mask.
 
@@ -31,6 +33,7 @@ from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, in_units, load_units
 from tilewise.backends.hopper.finishing import count_done, ring_tile
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
+from tilewise.backends.hopper.listed import column_at, hide_transposed, load_query_words, query_steps, query_tile_at
 from tilewise.backends.hopper.preparing import (
     await_listed,
     await_prepared,
@@ -116,8 +119,8 @@ def load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, span, head
 
 @gluon.jit
 def producer(
-    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counts_ptr, counter_ptr, work_ptr, ahead, sizes, pipe,
-    C: gl.constexpr,
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counts_ptr, counter_ptr, work_ptr, ahead, lists, sizes,
+    pipe, C: gl.constexpr,
 ):  # fmt: skip
     """Feed the rings."""
     KEY_BYTES: gl.constexpr = 2 * k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes
@@ -138,9 +141,17 @@ def producer(
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 1, C, C.ENDING)
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         group = sizes.group_size
+        if C.IS_LISTED:
+            block = gl.load(column_at(lists, q_span[0], kv_head * group, block))
         first = block * 128
         row_tile = row_tile_of(item * group, q_span, sizes, C)
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
+        first_queries = lo
+        if C.IS_LISTED:
+            entries = column_at(lists, q_span[0], kv_head * group, block)
+            lo = 0
+            _, hi = query_steps(entries, first, kv_span[2], C)
+            first_queries, _ = query_tile_at(entries, 0, C)
         if C.AHEAD:
             if C.IS_VARLEN:
                 await_listed(item, q_span, kv_span, counts_ptr, sizes, C)
@@ -148,7 +159,7 @@ def producer(
                 await_prepared(item, counts_ptr, ahead, sizes, C)
         if lo < hi:  # the first query tile before K and V, because its ring slot becomes free before theirs
             at = load_queries(
-                q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, row_tile, lo, C
+                q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, row_tile, first_queries, C
             )
         ready = pipe.key_ring.acquire(key_turn, KEY_BYTES)
         key_turn = key_turn.next()
@@ -160,7 +171,13 @@ def producer(
             async_load(v_desc, place, ready, pipe.v_smem.index(w))
         for g in range(group):
             begin = gl.where(g == 0, lo + 1, lo)
-            for m_block in range(begin, hi):
+            if C.IS_LISTED:
+                entries = column_at(lists, q_span[0], kv_head * group + g, block)
+                _, hi = query_steps(entries, first, kv_span[2], C)
+            for step in range(begin, hi):
+                m_block = step
+                if C.IS_LISTED:
+                    m_block, _ = query_tile_at(entries, step, C)
                 at = load_queries(
                     q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group + g,
                     row_tile + g * sizes.row_tiles, m_block, C)  # fmt: skip
@@ -233,10 +250,10 @@ def add_query_gradient(dq, units, dq_desc, units_ptr, dq_row, pipe, WARPGROUP: g
 
 @gluon.jit
 def backward_step(
-    m_block, dq_row, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
-    WARPGROUP: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
+    m_block, dq_row, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q, seqlen_k, bits, kind,
+    sizes, pipe, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One query tile against 64 keys."""
+    """One query tile against 64 keys. `bits` and `kind` are those of a tile mask, where there is one."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
     D: gl.constexpr = C.D
     S_LAYOUT: gl.constexpr = accumulator_layout(BLOCK_M)
@@ -249,6 +266,8 @@ def backward_step(
     own = anew(WARPGROUP, at.slot, C.ANEW_KV)
     k = pipe.k_smem.index(own).reshape([64, D])
     v = pipe.v_smem.index(own).reshape([64, D])
+    if MASKED and C.IS_LISTED:
+        words = load_query_words(bits, kind, m_block, first + WARPGROUP * 64, seqlen_k, C)
     pipe.query_ring.wait(at)
     s = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -258,7 +277,10 @@ def backward_step(
     s = capped(s, cap_scale, C)
     p = exp2(s * scale_log2 - lse[None, :])
     if MASKED:
-        p = mask_transposed(p, m_block, first + WARPGROUP * 64, seqlen_q, seqlen_k, sizes, C)
+        if C.IS_LISTED:
+            p = hide_transposed(p, words, C)
+        else:
+            p = mask_transposed(p, m_block, first + WARPGROUP * 64, seqlen_q, seqlen_k, sizes, C)
     pa = gl.convert_layout(p.to(DTYPE), OPERAND)
     p = through_cap(p, s, C)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -324,7 +346,7 @@ def store_key_gradients(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe,
+    dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, lists, sizes, pipe,
     WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Sum dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
@@ -339,6 +361,8 @@ def consumer(
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C, C.ENDING)
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
+        if C.IS_LISTED:
+            block = uniform(gl.load(column_at(lists, q_span[0], kv_head * sizes.group_size, block)))
         first = block * 128
         seqlen_q = q_span[2]
         seqlen_k = kv_span[2]
@@ -358,20 +382,31 @@ def consumer(
                 seeing = first_seeing_tile(first + 64, lo, hi, seqlen_q, seqlen_k, sizes, C)
                 for m_block in range(lo, seeing):
                     at = blind_step(row + m_block, at, dq_desc, units_ptr, pipe, C)
-            if C.HAS_RIGHT or not C.EVEN_K:
+            if C.IS_LISTED:
+                entries = column_at(lists, q_span[0], kv_head * sizes.group_size + g, block)
+                begin, end = query_steps(entries, first, seqlen_k, C)
+                for step in range(begin):
+                    m_block, kind = query_tile_at(entries, step, C)
+                    dk, dv, at = backward_step(
+                        m_block, row + m_block, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q,
+                        seqlen_k, lists.bits, kind, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
+            elif C.HAS_RIGHT or not C.EVEN_K:
                 for m_block in range(seeing, begin):
                     dk, dv, at = backward_step(
                         m_block, row + m_block, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q,
-                        seqlen_k, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
-            for m_block in range(begin, end):
+                        seqlen_k, None, None, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
+            for step in range(begin, end):
+                m_block = step
+                if C.IS_LISTED:
+                    m_block, _ = query_tile_at(entries, step, C)
                 dk, dv, at = backward_step(
                     m_block, row + m_block, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q,
-                    seqlen_k, sizes, pipe, WARPGROUP, False, C)  # fmt: skip
+                    seqlen_k, None, None, sizes, pipe, WARPGROUP, False, C)  # fmt: skip
             if C.HAS_LEFT:
                 for m_block in range(end, hi):
                     dk, dv, at = backward_step(
                         m_block, row + m_block, first, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale, seqlen_q,
-                        seqlen_k, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
+                        seqlen_k, None, None, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         store_key_gradients(
             dk, dv, dk_desc, dv_desc, kv_span, kv_head, first + WARPGROUP * 64, scale, key_turn, pipe, WARPGROUP, C
@@ -416,15 +451,17 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
 
 
 @gluon.jit(
-    do_not_specialize=["ahead", "scale_log2", "cap_scale", "scale", "sizes"],
+    do_not_specialize=["ahead", "lists", "scale_log2", "cap_scale", "scale", "sizes"],
     do_not_specialize_on_alignment=["counter_ptr", "lse_ptr", "dlse_ptr"],
 )
 def backward_kernel(
     q_desc, out_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, lse_ptr, dlse_ptr,
-    dq_ptr, stats_ptr, sums_ptr, units_ptr, counts_ptr, counter_ptr, work_ptr, ahead, scale_log2, cap_scale, scale,
-    sizes, C: gl.constexpr,
+    dq_ptr, stats_ptr, sums_ptr, units_ptr, counts_ptr, counter_ptr, work_ptr, ahead, lists, scale_log2, cap_scale,
+    scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys."""
+    """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys. Tile mask: `lists` are those of
+    listed.Lists.
+    """
     pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
     if C.AHEAD:
         row_tiles = pipe  # not read without STATS_AHEAD
@@ -433,14 +470,14 @@ def backward_kernel(
             fence_async_shared()  # also its barriers are initialised before TMA reports to them
         gl.warp_specialize([
             (consumer, (
-                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe, 0,
-                C)),
+                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, lists, sizes,
+                pipe, 0, C)),
             (consumer, (
-                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, sizes, pipe, 1,
-                C)),
+                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, lists, sizes,
+                pipe, 1, C)),
             (producer, (
                 q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counts_ptr, counter_ptr, work_ptr, ahead,
-                sizes, pipe, C)),
+                lists, sizes, pipe, C)),
             (preparer, (
                 out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles,
                 counts_ptr, work_ptr, ahead, pipe.tiles, sizes, C)),
@@ -448,10 +485,12 @@ def backward_kernel(
     else:
         gl.warp_specialize([
             (consumer, (
-                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, None, None, sizes, pipe, 0, C)),
+                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, None, None, lists, sizes, pipe,
+                0, C)),
             (consumer, (
-                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, None, None, sizes, pipe, 1, C)),
+                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, None, None, lists, sizes, pipe,
+                1, C)),
             (producer, (
-                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, None, counter_ptr, work_ptr, None, sizes,
-                pipe, C)),
+                q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, None, counter_ptr, work_ptr, None, lists,
+                sizes, pipe, C)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -112,7 +112,7 @@ def consumer(
         for m_block in range(lo, hi):
             dk, dv, at = backward_step(
                 m_block, row + m_block, block * 128, dk, dv, at, dq_desc, units_ptr, scale_log2, cap_scale,
-                sizes.seqlen_q, sizes.seqlen_k, sizes, pipe, WARPGROUP, False, C)  # fmt: skip
+                sizes.seqlen_q, sizes.seqlen_k, None, None, sizes, pipe, WARPGROUP, False, C)  # fmt: skip
         pipe.key_ring.release(key_turn)
         key_turn = key_turn.next()
         part = gl.program_id(0) + (tile - line.first_tile)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise import tiles
 from tilewise.backends.gpu.launching import Allocation
 from tilewise.backends.gpu.symbols import Address
 from tilewise.backends.gpu.work_list import heads_per_wave, list_size, most_blocks, rows_together
@@ -313,7 +314,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     most = min(num_items, AHEAD_HEADS) if config.AHEAD else num_items
     halved = config.AHEAD or (of_keys and _walks_groups(problem, config))
     most = min(most, (L2_BYTES // 2 if halved else L2_BYTES) // streamed)
-    wave = max(1, most) if config.HAS_RIGHT or config.HAS_LEFT else 1
+    wave = max(1, most) if config.HAS_RIGHT or config.HAS_LEFT or config.IS_LISTED else 1
     if packed:
         wave = heads_per_wave(heads, num_blocks, streamed)
         num_blocks = most_blocks(total, block, problem.batch)
@@ -321,6 +322,11 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     if packed and of_keys and not config.WIDE:  # every head has list entries of its own
         num_blocks, wave = num_tiles, 1
     rows = config.BLOCK_M
+    row_tiles = -(-problem.seqlen_q // rows)
+    if packed:
+        row_tiles = most_blocks(problem.total_q, rows, problem.batch)
+    elif config.IS_LISTED:  # whole tiles of the mask
+        row_tiles = tiles.num_tiles(problem.seqlen_q) * (tiles.TILE // rows)
     return Sizes(
         num_heads=heads,
         group_size=problem.group_size,
@@ -331,7 +337,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
         num_blocks=num_blocks,
         num_tiles=num_tiles,
         items_per_wave=wave,
-        row_tiles=most_blocks(problem.total_q, rows, problem.batch) if packed else -(-problem.seqlen_q // rows),
+        row_tiles=row_tiles,
         window_left=(left or 0) if config.HAS_LEFT else 0,
         window_right=(right or 0) if config.HAS_RIGHT else 0,
     )

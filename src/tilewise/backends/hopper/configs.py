@@ -130,6 +130,7 @@ class BackwardConfig:
     ENDING            how many of the last waves of heads are merged into one (schedule.place_of)
     NUM_STAGES        slots in the rings of Q and dO; in query_gradient.py slots for K, and V_STAGES slots for V
     EVEN_K            every key tile is whole
+    IS_LISTED         query tiles come from the lists of a tile mask (listed.py)
     """
 
     D: int = 128
@@ -156,6 +157,7 @@ class BackwardConfig:
     HAS_SOFTCAP: bool = False
     IS_VARLEN: bool = False
     IS_PAGED: bool = False  # pages have no gradient
+    IS_LISTED: bool = False
     # Of query_gradient.py, whose blocks are 128 queries.
     NUM_WARPGROUPS: int = 2
 
@@ -216,12 +218,15 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_LEFT=has_left(problem),
         HAS_SOFTCAP=problem.softcap is not None,
         IS_VARLEN=packed,
+        IS_LISTED=problem.tiles_shape is not None,
     )
 
 
 def descriptors_anew(problem: AttentionProblem) -> tuple[bool, bool]:
     """(ANEW_KV, ANEW_DQ): whether the loop is faster if it rebuilds these descriptors instead of keeping them."""
     wide = max(problem.head_dim, problem.head_dim_v) > 64
+    if problem.tiles_shape is not None:  # kept ones would spill, next to the place in a list
+        return True, True
     if problem.softcap is not None:
         return True, not wide
     if wide:
@@ -272,8 +277,9 @@ def cuts_last_round(problem: AttentionProblem) -> bool:
 
 
 def _is_plain(problem: AttentionProblem) -> bool:
-    """Dense, every head by itself, whole key tiles, at most a right edge, up to 128 columns."""
+    """Dense, every head by itself, whole key tiles, at most a right edge, no tile mask, up to 128 columns."""
     plain = problem.softcap is None and not has_left(problem) and problem.group_size == 1
+    plain = plain and problem.tiles_shape is None
     narrow = max(problem.head_dim, problem.head_dim_v) <= MAX_NARROW_HEAD_DIM
     return problem.kind == "dense" and plain and narrow and problem.seqlen_k % 128 == 0
 

@@ -61,6 +61,7 @@ GLUON_DTYPES = {
 }
 # The tile counter of a persistent kernel, or the arrival counters of decoding.
 COUNTER = Address("counter", torch.int32, aligned=False)
+LISTS = BACKWARD_GIVEN.index("tile_lists")
 # TMA needs addresses and strides that are multiples of this.
 TMA_BYTES = 16
 # The extra dimensions of a packed descriptor (layouts.tile_at): every coordinate is in bounds, and 2^30 steps of 2^34
@@ -120,8 +121,9 @@ def run_backward(
     wanted: Wanted,
 ) -> Gradients:
     """The wanted gradients of canonical operands."""
+    operands = tile_lists.with_lists(problem, operands)
     given = (dout, dlse, out, lse, *operands[: len(launching.INPUTS)])
-    made = bind_backward(problem, given, operands.q, wanted).run(given)
+    made = _bound_backward(problem, given, operands.q, wanted).run(given)
     dq, dk, dv = (launching.heads_first(problem, made[name]) if name in made else None for name in ("dq", "dk", "dv"))
     dsinks = None
     if wanted.dsinks and operands.sinks is not None:
@@ -130,10 +132,17 @@ def run_backward(
     return Gradients(dq, dk if wanted.dk else None, dv if wanted.dv else None, None, dsinks)
 
 
-def bind_backward(problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted) -> Pass:
-    """See Binding; `given` in the order of BACKWARD_GIVEN. With `wanted.dsinks` the pass makes the workspace too, from
-    which `run_backward` computes that gradient.
-    """
+def bind_backward(
+    problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
+) -> Pass | None:
+    """See Binding; `given` in the order of BACKWARD_GIVEN."""
+    if tile_lists.are_missing(problem, given[LISTS]):
+        return None
+    return _bound_backward(problem, given, q, wanted)
+
+
+def _bound_backward(problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted) -> Pass:
+    """With `wanted.dsinks` the pass makes the workspace too, from which `run_backward` computes that gradient."""
     return launching.bound_to(backward_pass, problem, given, q, wanted.dq, wanted.dsinks)
 
 
@@ -266,8 +275,8 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConf
     if problem.fp8:
         return fp8_calls(problem, device, views | _views(fp8_allocations(problem)))
     calls = forward_calls(problem, device, views)
-    # Gradients under a tile mask are computed by other kernels: see HopperBackend.
-    if problem.needs_grad and problem.tiles_shape is None:
+    # Of tile masks, gradients that repeat bit for bit are computed by other kernels: see HopperBackend.
+    if problem.needs_grad and (problem.tiles_shape is None or not problem.deterministic):
         views |= {"dout": views["out"]} | _views(gradient_allocations(problem))
         plan = backward_plan(problem, device)
         calls += backward_calls(plan if config is None else plan._replace(config=config), views)
@@ -330,14 +339,16 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
     return [*listing, call]
 
 
-def _lists(shape: tuple[int, int, int, int]) -> Lists:
-    """The lists of a tile mask with a map of this shape."""
+def _lists(shape: tuple[int, int, int, int], *, of_keys: bool = False) -> Lists:
+    """The lists of a tile mask with a map of this shape: of rows of tiles, or of columns."""
     parts, (batch, heads, _, _) = sections(shape), shape
-    groups, bits = (
-        Address("tile_lists", torch.int32, aligned=False, offset=4 * word) for word in (parts.groups, parts.bits)
-    )
-    head = parts.groups_head
-    return Lists(groups, bits, heads * head if batch > 1 else 0, head if heads > 1 else 0, parts.groups_row)
+    first, head, each = parts.groups, parts.groups_head, parts.groups_row
+    bits = Address("tile_lists", torch.int32, aligned=False, offset=4 * parts.bits)
+    if of_keys:
+        first, head, each = parts.column_groups, parts.column_groups_head, parts.column_groups_column
+        bits = Address("tile_bits", torch.int32, aligned=False)
+    groups = Address("tile_lists", torch.int32, aligned=False, offset=4 * first)
+    return Lists(groups, bits, heads * head if batch > 1 else 0, head if heads > 1 else 0, each)
 
 
 def listing_call(
@@ -826,6 +837,8 @@ def _key_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall
     }
     if config.WIDE:
         return KernelCall(backward_wide_kernel, plan.key_grid, arguments)
+    shape = plan.problem.tiles_shape
+    arguments["lists"] = None if shape is None else _lists(shape, of_keys=True)
     return KernelCall(backward_kernel, plan.key_grid, arguments | _sums(plan) | _ahead(plan, views))
 
 

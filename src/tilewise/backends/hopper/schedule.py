@@ -210,6 +210,8 @@ def row_tile_of(item, q_span, sizes, C: gl.constexpr):
     """Index of the first row-statistics tile of a query item; every packed sequence starts on a tile of its own."""
     if C.IS_VARLEN:
         return item * sizes.row_tiles + q_span[1] // C.BLOCK_M + q_span[0]
+    elif C.IS_LISTED:  # whole tiles of the mask
+        return item * (gl.cdiv(sizes.seqlen_q, 128) * (128 // C.BLOCK_M))
     else:  # equals item * sizes.row_tiles, but the hot loops of the backward spill less with this expression
         return item * gl.cdiv(sizes.seqlen_q, C.BLOCK_M)
 
