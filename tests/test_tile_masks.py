@@ -280,7 +280,7 @@ def test_the_lists_of_rows_and_columns() -> None:
 
 @pytest.mark.parametrize("lengths", [(0, 300), (300, 0), (0, 0)])
 def test_the_lists_of_a_mask_without_tiles(lengths: tuple[int, int]) -> None:
-    mask = tw.tile_mask(lambda b, h, i, j: j <= i, *lengths)
+    mask = TileMask.from_dense(torch.ones(lengths, dtype=torch.bool, device="cpu"))
     assert lists_of(mask.tiles, mask.bits).dtype == torch.int32
 
 

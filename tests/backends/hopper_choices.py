@@ -132,7 +132,7 @@ def forward_choices(problem: AttentionProblem) -> Choices:
 def backward_choices(problem: AttentionProblem) -> Choices:
     """Of a backward."""
     config = configs.backward_config(problem)
-    beside, anew = ("AHEAD", "STATS_AHEAD", "FINISHES"), ("ANEW_KV", "ANEW_DQ")
+    beside, anew = ("AHEAD", "STATS_AHEAD"), ("ANEW_KV", "ANEW_DQ")
     return {
         "tile": f"{config.BLOCK_M} queries, {config.D}+{config.D_REST}, {config.DV}+{config.DV_REST}",
         "beside": " ".join(name for name in beside if getattr(config, name)) or "nothing",

@@ -88,7 +88,7 @@ def _steep(seqlen_q: int, seqlen_k: int, heads: tuple[int, int], head_dim: int =
     return _long(seqlen_q, seqlen_k, heads, head_dim, grad_of=(), scale=SCALE, **flags)
 
 
-FINISHES = {"FINISHES": True}
+WITHOUT_LEAD = {"AHEAD": False}
 THREE = {"NUM_WARPGROUPS": 3, "CTAS_PER_SM": 1}
 PACKED: dict[str, Any] = {
     "kind": "varlen",
@@ -117,17 +117,14 @@ CASES = {
     ),
     "infinite V": Long(_steep(4097, 8190, (8, 2)), "infinite"),
     "NaN in V": Long(_steep(4097, 8190, (8, 2), 64, causal=True, sinks=True), "nan", THREE),
-    "dq finished beside": Long(_long(4224, 4224, (12, 12), batch=2, causal=True), "own", {}, FINISHES, 5),
-    "dq finished beside, odd": Long(_long(8190, 8192, (16, 16), causal=True), "own", {}, FINISHES, 8),
-    "dq finished beside, few queries": Long(
-        _long(1000, 8192, (40, 40), causal=True, cotangents=("out", "lse")), "own", {}, FINISHES, 10
-    ),
-    "dq finished beside, longest": Long(
-        _long(16384, 16384, (10, 10), causal=True), "own", {}, FINISHES, 4
+    "d128 causal": Long(_long(4224, 4224, (12, 12), batch=2, causal=True), "own", {}, WITHOUT_LEAD, 5),
+    "d128 causal, odd": Long(_long(8190, 8192, (16, 16), causal=True), "own", {}, WITHOUT_LEAD, 8),
+    "d128 causal, few queries": Long(
+        _long(1000, 8192, (40, 40), causal=True, cotangents=("out", "lse")), "own", {}, WITHOUT_LEAD, 10
     ),
     "d128 grouped, causal, sinks": Long(
         _long(4097, 8190, (8, 2), causal=True, sinks=True, cotangents=("out", "lse")), "own", {},
-        {"EVEN_K": False, "FINISHES": False, "AHEAD": False},
+        {"EVEN_K": False, "AHEAD": False},
     ),
     "d128 grouped": Long(_long(4097, 8190, (8, 2)), "own", {}, {"EVEN_K": False, "HAS_RIGHT": False}),
     "d64 grouped, causal, sinks": Long(
@@ -143,7 +140,7 @@ CASES = {
     ),
     "deterministic": Long(
         _long(8190, 8192, (8, 8), causal=True, deterministic=True), "own", {},
-        {"FIXED_POINT": True, "FINISHES": False}, 4,
+        {"FIXED_POINT": True}, 4,
     ),
     "d192 steep, causal, sinks": Long(
         _steep(3000, 3100, (4, 2), 192, causal=True, sinks=True), "steep", {"IS_CAUSAL": True}

@@ -6,7 +6,7 @@ Everything that is not written is NaN (test_hopper_protocol.poisoned).
 
 from __future__ import annotations
 
-import time
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +17,9 @@ from gluon_emulator import MODE
 from sampling import sampled
 from test_hopper_protocol import LATE_FIRST, Case, check_backward
 from tilewise import device
+from tilewise.problem import AttentionProblem
+
+backward_plan = pytest.importorskip("tilewise.backends.hopper.backward_plan")
 
 pytestmark = pytest.mark.slow
 
@@ -90,47 +93,74 @@ def test_packed_sequences_behind_the_front(
     assert heads >= {(sequence, head) for sequence, head in pairs if LENGTHS[0][sequence] <= 70}
 
 
-# --- dQ leaves its sums to the kernel that adds to them: complete, once, and its ring is used again in time
+# --- a tile waits for shares that were handed out with lower-numbered tiles, on any chip
 
 
-# Of 256 keys: two tiles a head, so that a head's tiles are done at different times.
-FINISHED = Case(batch=5, heads=(2, 2), seqlens=(200, 256))
+def plan_of(seqlen_q: int, seqlen_k: int, items: int, num_sms: int) -> Any:
+    """Causal, head_dim 128, so many heads, on a chip of so many SMs."""
+    problem = AttentionProblem(
+        kind="dense", dtype=torch.bfloat16, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, total_q=seqlen_q,
+        total_k=seqlen_k, num_heads=items, num_kv_heads=items, head_dim=128, head_dim_v=128, scale=0.1, causal=True,
+        needs_grad=True,
+    )  # fmt: skip
+    plan = backward_plan.backward_plan(problem, dataclasses.replace(device.named("h200"), num_sms=num_sms))
+    assert plan.config.AHEAD
+    return plan
 
 
-@pytest.fixture
-def short_ring(waves_of_one: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """DQ is finished in the main kernel, with as few places in the ring as there may be."""
-    monkeypatch.setattr(waves_of_one("configs"), "finishes_inside", lambda _: True)
-    monkeypatch.setattr(waves_of_one("backward_plan"), "FINISH_ROUNDS", 0)
-    monkeypatch.setattr(waves_of_one("backward_plan"), "REUSE_ROUNDS", 0)
-    return waves_of_one
+def items_of(plan: Any) -> list[int]:
+    """The K/V head of every tile, in the order of schedule.place_of."""
+    sizes, found, first = plan.key_sizes, [], 0
+    while first < sizes.num_items:
+        last = first >= sizes.num_items - plan.last_items
+        end = sizes.num_items if last else first + sizes.items_per_wave
+        found += list(range(first, end)) * sizes.num_blocks
+        first = end
+    return found
 
 
-@pytest.mark.parametrize("late_loads", LATE_FIRST)
-@pytest.mark.parametrize("name", ["d64 causal", "d128, few queries"])
-def test_places_are_used_again(name: str, late_loads: bool, short_ring: Callable[[str], Any]) -> None:
-    MODE.late_loads = late_loads
-    case = CASES[name]
-    plan = short_ring("backward_plan").backward_plan(case.problem, device.of(torch.device("cpu")))
-    assert plan.ring_items < plan.finished_items
-    check_backward(case, short_ring)
+def late_shares(plan: Any) -> list[int]:
+    """Heads whose first tile waits for a share that is handed out with it or later, or with no tile of the counter."""
+    tiles: dict[int, list[int]] = {}
+    for tile, item in enumerate(items_of(plan)):
+        tiles.setdefault(item, []).append(tile)
+    programs, lead = plan.key_grid[0], plan.front_tiles - plan.key_grid[0]
+    return [
+        item
+        for item, (first, *_, last) in ((item, (of[0], *of)) for item, of in tiles.items())
+        if item >= plan.front_items and not programs <= first - lead <= last - lead < first
+    ]
 
 
-@pytest.mark.parametrize("missing", ["await_writes", "load_acquire", "publish"])
-def test_a_missing_signal_is_found(
-    missing: str, short_ring: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is added has not arrived yet; a head is finished before its tiles are done; zeros are not told of."""
-    MODE.late_loads = False
-    finishing = short_ring("finishing")
-    count = finishing.count_done.function
+def test_the_order_of_tiles_is_the_kernels(emulated: Any) -> None:
+    for queries, keys, items in ((1024, 4096, 11), (1024, 1024, 40), (64, 1024, 3)):
+        plan = plan_of(queries, keys, items, 7)
+        sizes, place_of = plan.key_sizes, emulated("schedule").place_of
+        places = [place_of(tile, sizes, False, plan.config.ENDING) for tile in range(sizes.num_tiles)]
+        assert [int(item) for _, item in places] == items_of(plan)
 
-    def slowly(*args: Any) -> None:
-        time.sleep(0.3)
-        count(*args)
 
-    monkeypatch.setattr(short_ring("backward"), "count_done", slowly)
-    enough = torch.tensor(1 << 20)
-    monkeypatch.setattr(finishing, missing, (lambda *_: enough) if missing == "load_acquire" else lambda *_: None)
-    with pytest.raises(AssertionError):
-        check_backward(FINISHED, short_ring)
+@pytest.mark.parametrize(
+    "share", [pytest.param(16, id="some"), pytest.param(1, id="all", marks=pytest.mark.exhaustive)]
+)
+def test_tiles_wait_for_lower_numbers(share: int) -> None:
+    """On chips of 1 to 132 SMs; of the grid of lengths and heads every 16th, others for every number of SMs."""
+    waves, ahead = set(), 0
+    queries, keys = (2, 64, 1024, 2340, 4000, 8192, 16384), (128, 256, 1024, 1152, 1280, 2048, 4096)
+    grid = [(q, k, items) for q in queries for k in keys for items in (*range(1, 20), 31, 32, 33, 64, 65, 100)]
+    for num_sms in range(1, 133):
+        for q, k, items in grid[num_sms % share :: 8 * share]:
+            plan = plan_of(q, k, items, num_sms)
+            waves.add(plan.key_sizes.items_per_wave)
+            ahead += plan.front_items < plan.key_sizes.num_items
+            assert late_shares(plan) == [], (q, k, items, num_sms)
+    assert waves >= {1, 2, 4, 7, 8}
+    assert ahead > 100
+
+
+def test_a_short_lead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(1024, 4096, 40, 132)
+    assert plan.front_items < plan.key_sizes.num_items
+    assert late_shares(plan) == []
+    monkeypatch.setattr(backward_plan.BackwardPlan, "front_items", property(lambda _: 4))
+    assert late_shares(plan)

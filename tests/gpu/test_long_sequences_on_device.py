@@ -1,6 +1,6 @@
 """Long sequences on a Hopper GPU: what short ones never take, every element against fp64.
 
-P steep and rows that it loses, dQ finished beside the main kernel, fixed point, odd lengths, windows, packed rows.
+P steep and rows that it loses, fixed point, odd lengths, windows, packed rows.
 The cases and their judge are in tests/backends/long_sequences.py; test_long_sequences.py tests them without a GPU.
 """
 
@@ -35,7 +35,7 @@ REPEATED_FORWARDS = [
     "d64 steep, packed",
 ]
 # dQ of the first is summed in no fixed order.
-REPEATED_BACKWARDS = {"dq finished beside": ("dk", "dv"), "deterministic": ("dq", "dk", "dv")}
+REPEATED_BACKWARDS = {"d128 causal": ("dk", "dv"), "deterministic": ("dq", "dk", "dv")}
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_backwards_are_equal_to_the_bit(name: str) -> None:
 
 def test_a_planted_error_is_found_here_as_well() -> None:
     """The judge on this device: one row, one query tile of dQ and one key that nobody looks at."""
-    long: Long = CASES["dq finished beside, odd"]
+    long: Long = CASES["d128 causal, odd"]
     inputs = make_long_inputs(long, CUDA)
     results = run_long(long, inputs, BackendImplementation("hopper", CUDA))
     results["out"][0, 0, 4001] = results["out"][0, 0, 4000]

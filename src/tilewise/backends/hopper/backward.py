@@ -2,8 +2,7 @@
 
 Grid: one CTA per SM, persistent, key tiles from the counter. Roles:
   producer   one warp: K and V of the tile, then a ring of (Q, dO, row statistics) tiles of all the group's query heads
-  preparer   two warps, if AHEAD: row statistics and zeros for later tiles (preparing.py), conversion of dQ
-             (finishing.py)
+  preparer   two warps, if AHEAD: row statistics and zeros for later tiles (preparing.py)
   consumers  two warpgroups of 64 keys. Per query tile
                S^T = K Q^T, dP^T = V dO^T           from shared memory
                P^T = exp2(S^T - lse), dS^T = P^T (dP^T - delta)
@@ -31,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store, reinterpreted
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, in_units, load_units
-from tilewise.backends.hopper.finishing import count_done, ring_tile
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.listed import column_at, hide_transposed, load_query_words, query_steps, query_tile_at
 from tilewise.backends.hopper.preparing import (
@@ -128,10 +126,6 @@ def producer(
     key_turn = start(1)
     tile_turn = first_turn(C)
     tile = gl.program_id(0)
-    if C.FINISHES:
-        tile = take_any(counter_ptr, sizes.num_tiles)
-        pipe.tiles.send(tile_turn, tile)
-        tile_turn = tile_turn.next()
     if C.IS_VARLEN:
         num_entries = gl.load(work_ptr)
         if C.AHEAD:
@@ -156,7 +150,7 @@ def producer(
             if C.IS_VARLEN:
                 await_listed(item, q_span, kv_span, counts_ptr, sizes, C)
             else:
-                await_prepared(item, counts_ptr, ahead, sizes, C)
+                await_prepared(item, counts_ptr, ahead, sizes)
         if lo < hi:  # the first query tile before K and V, because its ring slot becomes free before theirs
             at = load_queries(
                 q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, kv_head * group, row_tile, first_queries, C
@@ -188,7 +182,7 @@ def producer(
             tile_turn = tile_turn.next()
             tile = announce(taken, num_entries, work_ptr, pipe.tiles, tile_turn, sizes, True)
         else:
-            tile = take_any(counter_ptr, sizes.num_tiles) if C.FINISHES else next_tile(counter_ptr, sizes)
+            tile = next_tile(counter_ptr, sizes)
             pipe.tiles.send(tile_turn, tile)
             tile_turn = tile_turn.next()
 
@@ -346,8 +340,8 @@ def store_key_gradients(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, lists, sizes, pipe,
-    WARPGROUP: gl.constexpr, C: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, lists, sizes, pipe, WARPGROUP: gl.constexpr,
+    C: gl.constexpr,
 ):  # fmt: skip
     """Sum dK and dV of 64 of the tile's keys, over all query tiles of all query heads of the group."""
     D: gl.constexpr = C.D
@@ -355,8 +349,6 @@ def consumer(
     key_turn = start(1)
     tile_turn = first_turn(C)
     tile = first_tile(pipe.tiles, tile_turn, C)
-    if C.FINISHES:
-        tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
     tile = uniform(tile)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C, C.ENDING)
@@ -375,8 +367,6 @@ def consumer(
         pipe.key_ring.wait(key_turn)
         for g in range(sizes.group_size):
             row = row_tile_of(item * sizes.group_size + g, q_span, sizes, C)
-            if C.FINISHES:
-                row = ring_tile(item, g, ahead, sizes)
             seeing = lo
             if C.SKIP_HIDDEN and WARPGROUP == 1:
                 seeing = first_seeing_tile(first + 64, lo, hi, seqlen_q, seqlen_k, sizes, C)
@@ -412,8 +402,6 @@ def consumer(
             dk, dv, dk_desc, dv_desc, kv_span, kv_head, first + WARPGROUP * 64, scale, key_turn, pipe, WARPGROUP, C
         )
         key_turn = key_turn.next()
-        if C.FINISHES:
-            count_done(item, counts_ptr, sizes)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
         tile = uniform(tile)
     tma.store_wait(0)
@@ -456,8 +444,8 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
 )
 def backward_kernel(
     q_desc, out_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, dk_desc, dv_desc, lse_ptr, dlse_ptr,
-    dq_ptr, stats_ptr, sums_ptr, units_ptr, counts_ptr, counter_ptr, work_ptr, ahead, lists, scale_log2, cap_scale,
-    scale, sizes, C: gl.constexpr,
+    stats_ptr, sums_ptr, units_ptr, counts_ptr, counter_ptr, work_ptr, ahead, lists, scale_log2, cap_scale, scale,
+    sizes, C: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys. Tile mask: `lists` are those of
     listed.Lists.
@@ -469,27 +457,19 @@ def backward_kernel(
             row_tiles = make_row_tiles(dout_desc, C)
             fence_async_shared()  # also its barriers are initialised before TMA reports to them
         gl.warp_specialize([
-            (consumer, (
-                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, lists, sizes,
-                pipe, 0, C)),
-            (consumer, (
-                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, counts_ptr, ahead, lists, sizes,
-                pipe, 1, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, lists, sizes, pipe, 0, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, lists, sizes, pipe, 1, C)),
             (producer, (
                 q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, counts_ptr, counter_ptr, work_ptr, ahead,
                 lists, sizes, pipe, C)),
             (preparer, (
-                out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles,
-                counts_ptr, work_ptr, ahead, pipe.tiles, sizes, C)),
+                out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, counts_ptr, work_ptr, ahead,
+                pipe.tiles, sizes, C)),
         ], [4, 1, 2], [240, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (
-                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, None, None, lists, sizes, pipe,
-                0, C)),
-            (consumer, (
-                dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, None, None, lists, sizes, pipe,
-                1, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, lists, sizes, pipe, 0, C)),
+            (consumer, (dq_desc, dk_desc, dv_desc, units_ptr, scale_log2, cap_scale, scale, lists, sizes, pipe, 1, C)),
             (producer, (
                 q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, None, counter_ptr, work_ptr, None, lists,
                 sizes, pipe, C)),

@@ -35,9 +35,6 @@ AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
 CAUSAL_BLOCKS = 8
 # The same two for packed sequences, which are listed by heads: L2 of heads walked together, and the lead in rounds.
 PACKED_L2_BYTES, PACKED_AHEAD_ROUNDS = 32 << 20, 1
-# dQ of a share is converted so many rounds after its wave, and its slot in the ring is reused so many rounds later.
-FINISH_ROUNDS = 1.5
-REUSE_ROUNDS = 1.5
 # Queries of a block of query_gradient.py.
 QUERY_BLOCK = 128
 # A piece has at least PIECE_TILES query tiles, so that few pieces make a tile. The last round is cut only if all SMs
@@ -134,7 +131,7 @@ class BackwardPlan(NamedTuple):
             return 0
         if self.config.IS_VARLEN:
             return self.problem.batch * self.key_sizes.num_items * 2
-        return self.key_sizes.num_items * (1 + self.config.FINISHES)
+        return self.key_sizes.num_items
 
     def together(self, *, of_keys: bool) -> int:
         """Queries (for query_gradient keys) of packed sequences of equal length that are walked together."""
@@ -182,39 +179,6 @@ class BackwardPlan(NamedTuple):
         return self.key_sizes.items_per_wave * self.key_sizes.num_blocks
 
     @property
-    def lag(self) -> int:
-        """How many tile numbers later a tile's share of dQ is converted: at least a wave (finishing.py).
-
-        And at least num_programs: CTAs take so many numbers past the last tile, and no share lies past it.
-        """
-        return max(self.wave_tiles + int(FINISH_ROUNDS * self.key_grid[0]), self.key_grid[0])
-
-    @property
-    def ring_items(self) -> int:
-        """Heads that have sums of dQ at a time: at least a wave and the lag.
-
-        The ring holds whole waves, because heads of a wave start together. With part of a wave, a head could wait for
-        shares whose tile numbers are not yet handed out.
-        """
-        if not self.config.FINISHES:
-            return self.key_sizes.num_items
-        tiles = self.wave_tiles + self.lag + int(REUSE_ROUNDS * self.key_grid[0])
-        waves = -(-tiles // self.wave_tiles)
-        return min(waves * self.key_sizes.items_per_wave, self.key_sizes.num_items)
-
-    @property
-    def finished_items(self) -> int:
-        """Heads whose dQ the main kernel converts: those all of whose shares get a number from the counter."""
-        numbers = self.key_sizes.num_tiles + self.key_grid[0] - self.lag
-        waves = max(numbers, 0) // self.wave_tiles if self.config.FINISHES else 0
-        return min(waves * self.key_sizes.items_per_wave, self.key_sizes.num_items)
-
-    @property
-    def sums_rows(self) -> int:
-        """Query rows of dQ's accumulator."""
-        return self.ring_items * self.problem.group_size * self.key_sizes.row_tiles * self.config.BLOCK_M
-
-    @property
     def main_sizes(self) -> Sizes:
         """Sizes of the main kernel, which leaves out the last round if that is cut into pieces."""
         line = self.line
@@ -241,7 +205,7 @@ class BackwardPlan(NamedTuple):
             # [lse * log2(e) | delta] of every query tile.
             "stats": (2 * self.num_rows, f32),
             # Sums of dQ.
-            "sums": (self.sums_width * self.sums_rows, i32 if fixed else f32),
+            "sums": (self.sums_width * self.num_rows, i32 if fixed else f32),
             # Units of sums in fixed point, the same as the main kernel reads them (dq_tiles.py), and the bounds that
             # they are derived from.
             "units": (self.num_rows if fixed else 0, f32),
@@ -250,8 +214,7 @@ class BackwardPlan(NamedTuple):
             # Lists of packed blocks: of keys, and of queries where dQ has a kernel of its own.
             "key list": (list_size(self.key_sizes.num_blocks) if packed else 0, i32),
             "query list": (list_size(self.query_sizes.num_blocks) if packed and config.WIDE else 0, i32),
-            # How many shares of every K/V head are prepared (preparing.py), then how many warpgroups are done with it
-            # where the main kernel finishes dQ (finishing.py).
+            # How many shares of every K/V head are prepared (preparing.py).
             "counts": (self.num_counts, i32),
             # Pieces of dK and dV.
             "pieces": (self.piece_words, f32),

@@ -327,7 +327,6 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
         "batch",
         "num_items",
         "cleared_items",
-        "stats_items",
         "num_counts",
         "bound_units",
         "bound_bits",
@@ -337,7 +336,7 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, main_units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr,
     cu_seqlens, cu_seqlens_k, out_strides, dout_strides, num_heads, group_size, seqlen_q, seqlen_k, window_left,
-    window_right, bound_slots, total_q, batch, num_items, cleared_items, stats_items, num_counts, bound_units,
+    window_right, bound_slots, total_q, batch, num_items, cleared_items, num_counts, bound_units,
     bound_bits, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
     PACKED: tl.constexpr, BOUND_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -348,9 +347,9 @@ def prepare_rows_kernel(
     or, with BOUND_KEYS, of its blocks, of which there are bound_slots. Programs: row tiles x items; packed, an item is
     a head.
 
-    Where idle warps of the main kernel prepare later heads (preparing.py), only the first `cleared_items` are zeroed
-    and the first `stats_items` get statistics. counts_ptr holds their counts, which are zeroed here; packed, it says of
-    every (sequence, head) whether idle warps prepare it (work_list.mark_beside).
+    Where idle warps of the main kernel prepare later heads (preparing.py), only the first `cleared_items` are
+    zeroed. counts_ptr holds their counts, which are zeroed here; packed, it says of every (sequence, head) whether idle
+    warps prepare it (work_list.mark_beside).
     """
     item = tl.program_id(0) % num_items
     row_tile = tl.program_id(0) // num_items
@@ -363,7 +362,7 @@ def prepare_rows_kernel(
         beside = tl.load(counts_ptr + (sequence * (num_items // group_size) + item // group_size) * 2) != 0
         if beside & (m_block * BLOCK_M < length):  # tiles past the sequence's end belong to no one: handle them here
             return
-    inside = (rows < length) & (item < stats_items)
+    inside = rows < length
     memory_rows = (first + rows).to(tl.int64)
     if units_ptr is not None and BOUND_KEYS:
         # Before the rows are loaded: a loop after that needs many more registers.
@@ -426,8 +425,6 @@ def parts_of(m_block, length_q, length_k, window_left, window_right, BLOCK_M: tl
         "seqlen_q",
         "batch",
         "num_items",
-        "first_item",
-        "ring_items",
         "seqlen_k",
         "window_left",
         "window_right",
@@ -436,22 +433,20 @@ def parts_of(m_block, length_q, length_k, window_left, window_right, BLOCK_M: tl
 )
 def finish_queries_kernel(
     dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, cu_seqlens_k, scale, dq_strides, num_heads, seqlen_q, seqlen_k,
-    window_left, window_right, batch, num_items, first_item, ring_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
+    window_left, window_right, batch, num_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """A query tile of dQ from its accumulator: scaled, rounded, in row order. Programs: row tiles x items, in the order
     of memory, which is faster than alternating between heads.
-
-    Items begin with first_item. Their sums are in a ring of ring_items (finishing.py), or ring_items is all of them.
     """
     row_tiles = tl.num_programs(0) // num_items
-    item = first_item + tl.program_id(0) // row_tiles
+    item = tl.program_id(0) // row_tiles
     row_tile = tl.program_id(0) % row_tiles
     sequence, batch_idx, first, length, m_block = tile_of(
         item, row_tile, cu_seqlens, num_heads, seqlen_q, batch, BLOCK_M, PACKED
     )
     head = (item % num_heads).to(tl.int64)
-    place = (item % ring_items).to(tl.int64) * row_tiles + row_tile
+    place = tl.program_id(0).to(tl.int64)
     x = tl.load(dq_acc_ptr + place * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D))
     if units_ptr is not None:
         _, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)

@@ -126,7 +126,6 @@ class BackwardConfig:
     ANEW_KV, ANEW_DQ  the loops rebuild the wgmma descriptors of K and V for S^T and dP^T, of K for dQ (primitives.anew)
     AHEAD             idle warps clear dQ's accumulator for later tiles; with STATS_AHEAD they also compute their row
                       statistics (preparing.py)
-    FINISHES          and convert dQ of completed heads, whose sums live in a ring (finishing.py)
     ENDING            how many of the last waves of heads are merged into one (schedule.place_of)
     NUM_STAGES        slots in the rings of Q and dO; in query_gradient.py slots for K, and V_STAGES slots for V
     EVEN_K            every key tile is whole
@@ -147,7 +146,6 @@ class BackwardConfig:
     ANEW_DQ: bool = False
     AHEAD: bool = False
     STATS_AHEAD: bool = False
-    FINISHES: bool = False
     ENDING: int = 1
     FIXED_POINT: bool = False
     EVEN_K: bool = True
@@ -170,9 +168,6 @@ AHEAD_SEQLEN_K, AHEAD_FULL_SEQLEN_K = 4096, 2048
 AHEAD_FIXED_SEQLEN_K = 1024
 # From so many keys on average, packed sequences are not slower with preparation in idle warps.
 LISTED_KEYS = 1024
-# Up to so many keys, head_dim 128 under a causal mask is faster with dQ converted in the main kernel. Longer sequences
-# were not timed.
-FINISHED_SEQLEN_K = 16384
 # Merging the last waves lets the light tiles of all their heads come last, so that SMs finish together. But a larger
 # wave has more heads to prepare before it starts. At head_dim 128, causal, the gain is larger only in this range of
 # keys, and up to so many tiles in total.
@@ -206,11 +201,8 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         SKIP_HIDDEN=not wide and d == 128 and has_right(problem),
         ANEW_KV=not wide and descriptors_anew(problem)[0],
         ANEW_DQ=not wide and descriptors_anew(problem)[1],
-        AHEAD=prepares_ahead(problem) or finishes_inside(problem) or prepares_listed(problem),
-        STATS_AHEAD=finishes_inside(problem)
-        or prepares_listed(problem)
-        or (prepares_ahead(problem) and not problem.deterministic),
-        FINISHES=finishes_inside(problem),
+        AHEAD=prepares_ahead(problem) or prepares_listed(problem),
+        STATS_AHEAD=prepares_listed(problem) or (prepares_ahead(problem) and not problem.deterministic),
         ENDING=ENDING_WAVES if d == 128 and ends_together(problem) else 1,
         EVEN_K=not packed and problem.seqlen_k % block_n == 0,
         HAS_RIGHT=has_right(problem),
@@ -230,7 +222,7 @@ def descriptors_anew(problem: AttentionProblem) -> tuple[bool, bool]:
     if problem.softcap is not None:
         return True, not wide
     if wide:
-        return has_right(problem) or problem.deterministic, has_right(problem) and not finishes_inside(problem)
+        return has_right(problem) or problem.deterministic, has_right(problem)
     if not has_right(problem):
         return False, True
     # Longer dense sequences spend most time in the loop without a mask. There, kept descriptors cause no spills
@@ -254,13 +246,6 @@ def prepares_listed(problem: AttentionProblem) -> bool:
     narrow = max(problem.head_dim, problem.head_dim_v) <= MAX_NARROW_HEAD_DIM
     long = problem.total_k >= LISTED_KEYS * problem.batch
     return problem.kind == "varlen" and plain and narrow and long
-
-
-def finishes_inside(problem: AttentionProblem) -> bool:
-    """Whether idle warps of the main kernel also convert dQ (finishing.py): where that measured faster."""
-    narrow = max(problem.head_dim, problem.head_dim_v) <= 64
-    long = AHEAD_SEQLEN_K < problem.seqlen_k <= FINISHED_SEQLEN_K
-    return _is_plain(problem) and has_right(problem) and long and not narrow and not problem.deterministic
 
 
 def ends_together(problem: AttentionProblem) -> bool:

@@ -704,7 +704,7 @@ def backward_calls(plan: BackwardPlan, views: dict[str, View]) -> Iterator[Kerne
     if plan.line is not None:
         yield _pieces_call(plan, plan.line, views)
         yield _join_call(plan, plan.line, views)
-    if "dq" not in views or plan.finished_items == plan.key_sizes.num_items:
+    if "dq" not in views:
         return
     if (queries := plan.at("query list")) is not None:
         yield _list_call(plan, queries, views, of_keys=False)
@@ -763,8 +763,6 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
     problem, config = plan.problem, plan.config
     front = plan.front_items * problem.group_size
     stats = front if config.STATS_AHEAD else plan.query_items
-    cleared = plan.ring_items * problem.group_size if config.FINISHES else front
-    items = max(stats, cleared)
     arguments = {
         "out_ptr": Address("out", problem.dtype),
         "dout_ptr": Address("dout", problem.dtype),
@@ -789,9 +787,8 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "bound_slots": plan.bound_slots,
         "total_q": problem.total_q,
         "batch": problem.batch,
-        "num_items": items,
-        "cleared_items": cleared,
-        "stats_items": stats,
+        "num_items": stats,
+        "cleared_items": front,
         "num_counts": 0 if config.IS_VARLEN else plan.num_counts,
         "bound_units": 2.0**plan.bound_bits,
         "bound_bits": plan.bound_bits,
@@ -802,7 +799,7 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "PACKED": config.IS_VARLEN,
         "BOUND_KEYS": plan.bound_keys,
     }
-    grid = (items * plan.key_sizes.row_tiles, 1, 1)
+    grid = (stats * plan.key_sizes.row_tiles, 1, 1)
     return KernelCall(backward_rows.prepare_rows_kernel, grid, arguments, overlaps=config.FIXED_POINT)
 
 
@@ -888,14 +885,14 @@ def _sums(plan: BackwardPlan) -> dict[str, Any]:
     elif units is not None:
         units_desc = describe_flat(units, (plan.num_rows,), [plan.config.BLOCK_M])
     return {
-        "dq_desc": describe_flat(accumulator, (plan.sums_rows * plan.sums_width // 32, 32), [128, 32]),
+        "dq_desc": describe_flat(accumulator, (plan.num_rows * plan.sums_width // 32, 32), [128, 32]),
         "units_desc": units_desc,
         "units_ptr": plan.at("units") if plan.watches_rows else None,
     }
 
 
 def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
-    """Arguments of the preparer (preparing.py, finishing.py); None for what it does not use."""
+    """Arguments of the preparer (preparing.py); None for what it does not use."""
     config = plan.config
     rows = {"out": config.BLOCK_M} if config.STATS_AHEAD else {}
     return {
@@ -904,30 +901,15 @@ def _ahead(plan: BackwardPlan, views: dict[str, View]) -> dict[str, Any]:
         "lse_ptr": _row_address(views, "lse") if config.STATS_AHEAD else None,
         "dlse_ptr": _row_address(views, "dlse") if config.STATS_AHEAD else None,
         "stats_ptr": plan.stats if config.STATS_AHEAD else None,
-        "dq_ptr": Address("dq", plan.problem.dtype) if config.FINISHES and "dq" in views else None,
         "sums_ptr": plan.at("sums") if config.AHEAD else None,
         "counts_ptr": plan.at("counts"),
-        "ahead": _lead(plan, views) if config.AHEAD else None,
+        "ahead": Ahead(plan.front_items, plan.front_tiles) if config.AHEAD else None,
     }
 
 
 def _row_address(views: dict[str, View], name: str) -> Address | None:
     """Of lse or dlse, which the pass gets in fp32."""
     return Address(name, torch.float32, aligned=False) if name in views else None
-
-
-def _lead(plan: BackwardPlan, views: dict[str, View]) -> Ahead:
-    """The preparer's lead, and the strides of dQ."""
-    strides = _stride_units(views["dq"]) if "dq" in views else (0, 0, 0)
-    return Ahead(
-        plan.front_items,
-        plan.front_tiles,
-        plan.ring_items,
-        plan.finished_items,
-        plan.lag,
-        *strides,
-        plan.problem.head_dim // STRIDE_UNIT,
-    )
 
 
 def _shared(plan: BackwardPlan) -> dict[str, Any]:
@@ -941,10 +923,8 @@ def _shared(plan: BackwardPlan) -> dict[str, Any]:
 
 
 def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
-    """Convert dQ from its accumulator, of the heads that the main kernel has not converted."""
+    """Convert dQ from its accumulator."""
     problem, config = plan.problem, plan.config
-    finished = plan.finished_items * problem.group_size
-    items = plan.query_items - finished
     arguments = {
         "dq_acc_ptr": plan.at("sums"),
         "units_ptr": plan.at("units"),
@@ -959,15 +939,15 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "window_left": plan.key_sizes.window_left if config.HAS_LEFT else NO_EDGE,
         "window_right": plan.key_sizes.window_right if config.HAS_RIGHT else NO_EDGE,
         "batch": problem.batch,
-        "num_items": items,
-        "first_item": finished,
-        "ring_items": plan.ring_items * problem.group_size,
+        "num_items": plan.query_items,
         "BLOCK_M": config.BLOCK_M,
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": plan.sums_width,
         "PACKED": config.IS_VARLEN,
     }
-    return KernelCall(backward_rows.finish_queries_kernel, (items * plan.key_sizes.row_tiles, 1, 1), arguments)
+    return KernelCall(
+        backward_rows.finish_queries_kernel, (plan.query_items * plan.key_sizes.row_tiles, 1, 1), arguments
+    )
 
 
 def _query_gradient_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:

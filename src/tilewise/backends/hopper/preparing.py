@@ -5,13 +5,12 @@ prepare_rows_kernel prepares the first `front_items` heads, the lead. All others
 to a tile: block b of a head owns the b-th part of the head's query tiles. Whoever takes tile t from the counter
 prepares the share of tile t - num_programs + front_items * num_blocks and counts it for that share's head. (Without
 num_programs where the first tiles come from the counter too.) The producer of a tile waits until all shares of its head
-are counted. So sums are cleared and dO is read shortly before they are used, while they are still in L2. Where the same
-warps also convert dQ (finishing.py), the zeros come from there.
+are counted. So sums are cleared and dO is read shortly before they are used, while they are still in L2.
 
 Deadlock-free: each tile waits only for shares that were handed out with lower-numbered tiles. The last share of the
 head of tile t belongs to a tile less than a wave after t, and the lead is at least the largest wave plus num_programs
 (backward_plan.front_items). So the share went to a tile with a smaller number than t, which was taken earlier, by a CTA
-that runs. Preparers themselves wait only for TMA, or as finishing.py says.
+that runs. Preparers themselves wait only for TMA.
 
 Packed: a (sequence, head) pair takes the role of a head, a list entry is a tile, and all tiles come from the counter. A
 share is prepared `front_tiles` numbers before its tile: as many as heads that are walked together may have, and a round
@@ -37,24 +36,32 @@ from triton.experimental.gluon import language as gl
 
 from tilewise.backends.gpu.releases import aggregate, async_load
 from tilewise.backends.hopper.channels import Ring, make_ring, start
-from tilewise.backends.hopper.finishing import clear_tile, finish_share
 from tilewise.backends.hopper.layouts import slots_shape, tile_at
 from tilewise.backends.hopper.primitives import LARGEST_LSE, LOG2E, load_acquire, publish
 from tilewise.backends.hopper.schedule import first_turn, listed_rows, place_of, row_tile_of
 
+# Elements that two warps clear at a time: 16 bytes a thread.
+PIECE = gl.constexpr(256)
+
 
 class Ahead(NamedTuple):
-    """The lead of preparation, the lag of dQ's conversion, and dQ's strides and width in units of 8 elements."""
+    """The lead of preparation, in K/V heads and in tiles."""
 
     front_items: int
     front_tiles: int
-    ring_items: int
-    finished_items: int
-    lag: int
-    batch_stride: int
-    head_stride: int
-    row_stride: int
-    head_units: int
+
+
+@gluon.jit
+def clear_tile(sums_ptr, row_tile, C: gl.constexpr):
+    """Zeros into the sums of a query tile."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [2], [0])
+    SIZE: gl.constexpr = C.BLOCK_M * C.D
+    elements = gl.arange(0, PIECE, LAYOUT)
+    zeros = gl.full([PIECE], 0, sums_ptr.dtype.element_ty, LAYOUT)
+    at = sums_ptr + gl.to_tensor(row_tile).to(gl.int64) * SIZE
+    for _ in range(SIZE // PIECE):
+        gl.store(at + elements, zeros, eviction_policy="evict_last")  # TMA adds to them soon: keep them in L2
+        at += PIECE
 
 
 @gluon.jit
@@ -77,8 +84,7 @@ def prepare_tiles(
             row = m_block * C.BLOCK_M
             if C.STATS_AHEAD:
                 load_rows(out_desc, dout_desc, row_tiles, turn, span, kv_head * sizes.group_size + g, row, C)
-            if not C.FINISHES:
-                clear_tile(sums_ptr, row_tile + m_block, C)
+            clear_tile(sums_ptr, row_tile + m_block, C)
             if C.STATS_AHEAD:
                 stats = stats_ptr + gl.to_tensor(row_tile + m_block).to(gl.int64) * (2 * C.BLOCK_M)
                 rows = sizes.total_q if C.IS_VARLEN else sizes.seqlen_q
@@ -130,10 +136,10 @@ def counts_of(sequence, head, counts_ptr, sizes):
 
 @gluon.jit
 def preparer(
-    out_desc, dout_desc, dq_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, sums_ptr, scale, row_tiles, counts_ptr,
-    work_ptr, ahead, tiles, sizes, C: gl.constexpr,
+    out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, counts_ptr, work_ptr, ahead, tiles, sizes,
+    C: gl.constexpr,
 ):  # fmt: skip
-    """For every tile that this CTA takes: prepare a share of a later head, convert a share of a completed one."""
+    """For every tile that this CTA takes: prepare a share of a later head."""
     turn = start(1)
     tile_turn = first_turn(C)
     tile = gl.program_id(0) * 0
@@ -146,7 +152,7 @@ def preparer(
         tiles.release(tile_turn)
         tile_turn = tile_turn.next()
         share = tile + ahead.front_tiles
-        if not (C.FINISHES or C.IS_VARLEN):  # the first tiles are not taken from the counter
+        if not C.IS_VARLEN:  # the first tiles are not taken from the counter
             share -= gl.num_programs(0)
         if share < num_tiles:
             if C.IS_VARLEN:
@@ -157,20 +163,13 @@ def preparer(
                 turn = prepare_share(
                     share, turn, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, sums_ptr, row_tiles, counts_ptr,
                     sizes, C)  # fmt: skip
-        if C.FINISHES and tile >= ahead.lag:
-            turn = finish_share(
-                tile - ahead.lag, turn, dq_desc, dq_ptr, sums_ptr, scale, row_tiles, counts_ptr, ahead, sizes, C
-            )
 
 
 @gluon.jit
-def await_prepared(item, counts_ptr, ahead, sizes, C: gl.constexpr):
+def await_prepared(item, counts_ptr, ahead, sizes):
     """Producer: wait until all shares of a head are counted."""
-    shares = gl.where(item >= ahead.front_items, sizes.num_blocks, 0)
-    if C.FINISHES:
-        shares += gl.where(item >= ahead.ring_items, sizes.num_blocks, 0)
-    if shares > 0:
-        while load_acquire(counts_ptr + item) < shares:
+    if item >= ahead.front_items:
+        while load_acquire(counts_ptr + item) < sizes.num_blocks:
             pass
 
 

@@ -217,38 +217,9 @@ def load_acquire(at):
     )
 
 
-@gluon.constexpr_function
-def _with_result(instructions):
-    return f"{instructions} mov.u32 $0, $1;"
-
-
-@gluon.jit
-def _issue(INSTRUCTIONS: gl.constexpr):
-    """Run instructions for their side effects; inline assembly must have a result, which is not used."""
-    ASM: gl.constexpr = _with_result(INSTRUCTIONS)
-    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def publish():
     """Make this role's stores to global memory visible to other CTAs and their TMA before what it does next."""
-    _issue("fence.proxy.async; fence.acq_rel.gpu;")
+    FENCES: gl.constexpr = "fence.proxy.async; fence.acq_rel.gpu; mov.u32 $0, $1;"  # inline assembly needs a result
+    gl.inline_asm_elementwise(FENCES, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
     barrier()  # one thread may now signal for all
-
-
-@gluon.constexpr_function
-def _waiting(pending):
-    return f"cp.async.bulk.wait_group {pending};"
-
-
-@gluon.jit
-def await_writes(PENDING: gl.constexpr):
-    """Wait until all but the last PENDING of this role's TMA stores and additions have arrived in global memory."""
-    INSTRUCTIONS: gl.constexpr = _waiting(PENDING)
-    _issue(INSTRUCTIONS)
-
-
-@gluon.jit
-def order_copies():
-    """Order what this role has acquired before what its TMA reads next."""
-    _issue("fence.proxy.async;")
