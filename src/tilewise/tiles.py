@@ -147,20 +147,21 @@ def lists_of(tiles: Tensor) -> Tensor:
         if is_row:
             masked = tiles >= 0
             masked[..., -1:] |= listed[..., -1:]
-            ordered = _in_groups(row_groups.view(batch, heads, rows, -1), kinds, masked, upto, after, values, 1)
-            row_groups.view(ordered.shape).copy_(ordered.gather(2, ranked[..., None].expand(ordered.shape)))
-            row_groups.view(ordered.shape)[..., 0] += ranked
+            grouped = row_groups.view(batch, heads, rows, parts.groups_row // 2)
+            _put_groups(grouped, kinds, masked, upto, after, values, least=1)
+            grouped.copy_(grouped.gather(2, ranked[..., None].expand(grouped.shape)))
         else:
-            by_head = column_groups.view(batch, heads, columns, -1)
-            _in_groups(by_head, kinds, tiles.transpose(2, 3) >= 0, upto, after, values, 0)[..., 0] += ranked
+            grouped = column_groups.view(batch, heads, columns, parts.column_groups_column // 2)
+            _put_groups(grouped, kinds, tiles.transpose(2, 3) >= 0, upto, after, values, least=0)
+        grouped[..., 0] += ranked
     return found
 
 
-def _in_groups(
-    groups: Tensor, listed: Tensor, masked: Tensor, upto: Tensor, after: Tensor, values: Tensor, least: int
-) -> Tensor:
-    """Write the lists of groups (see lists_of), in order and without the first word, and return them. `upto` counts the
-    listed tiles up to each, `after` are the places of those that are not listed; both numbers are at least `least`.
+def _put_groups(
+    groups: Tensor, listed: Tensor, masked: Tensor, upto: Tensor, after: Tensor, values: Tensor, *, least: int
+) -> None:
+    """Write the lists of groups (see lists_of), in order and without the first word. `upto` counts the listed tiles up
+    to each, `after` are the places of those that are not listed; both numbers are at least `least`.
     """
     masked_upto = masked.cumsum(-1)
     length = masked.shape[-1]
@@ -171,7 +172,6 @@ def _in_groups(
     groups[..., 2:].scatter_(-1, at, values)
     groups[..., 0] = (upto[..., -1] if length else upto.sum(-1)).clamp_min(least) << WORD
     groups[..., 1] = counts.clamp_min(least)
-    return groups
 
 
 def no_bits(device: torch.device) -> Tensor:

@@ -373,7 +373,7 @@ def test_quantising_writes_the_bits_of_torch() -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
-@pytest.mark.parametrize("shape", [(1, 1, 4, 4), (2, 3, 5, 2), (1, 1, 1, 300), (1, 2, 150, 3), (1, 1, 0, 3)])
+@pytest.mark.parametrize("shape", [(2, 2, 3, 2), (1, 1, 2, 130), (1, 1, 0, 3)])
 def test_two_kernels_list_the_tiles_of_a_mask(shape: tuple[int, int, int, int]) -> None:
     """As tiles.lists_of does, word for word, also of a map that is not contiguous."""
     listing = importlib.import_module("tilewise.backends.gpu.listing")
