@@ -88,7 +88,7 @@ class Inputs:
         if mask is not None:
             batch, heads, rows, columns = mask.tiles.shape
             self.problem = p = dataclasses.replace(p, tiles_shape=(batch, heads, rows, columns))
-            lists = lists_of(mask.tiles, mask.bits)
+            lists = lists_of(mask.tiles)
             tiles = mask.tiles.expand(p.batch, p.num_heads, -1, -1)
             masks = {"tiles": tiles, "tile_bits": mask.bits, "tile_lists": lists}
             self.operands = self.operands._replace(**masks)

@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "operands": set(),
     "masks": set(),
     "tiles": set(),
-    "tile_masks": {"masks", "tiles"},
+    "tile_masks": {"masks", "tiles", "backends"},
     "numerics": set(),
     "device": set(),
     "fp8": {"numerics", "dispatch"},

@@ -14,7 +14,18 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 import tilewise as tw
 from tilewise import TileMask, dispatch, tile_mask, tile_masks
 from tilewise.testing.threads import one_thread
-from tilewise.tiles import EMPTY, FULL, lists_of, packed, sections, unpacked
+from tilewise.tiles import (
+    EMPTY,
+    FULL,
+    bits_by_keys,
+    bits_by_queries,
+    is_visible,
+    lists_of,
+    packed,
+    sections,
+    unpacked,
+    visible,
+)
 
 Sees = Callable[[int, int, Tensor, Tensor], Tensor]
 
@@ -242,12 +253,12 @@ def test_verifying_a_tree_in_pages() -> None:
 
 
 def test_the_lists_of_rows_and_columns() -> None:
-    """What GPU kernels walk: every tile that is not empty, in order, with its kind, and the bits both ways."""
+    """What GPU kernels walk: every tile that is not empty, in order, with its kind."""
     mask = random_mask(500, 300, batch=2, heads=3)
     batch, heads, rows, cols = mask.tiles.shape
-    parts, found = sections((batch, heads, rows, cols)), lists_of(mask.tiles, mask.bits)
-    cuts = parts.groups, parts.column_groups - parts.groups, parts.bits - parts.column_groups, mask.bits.numel()
-    lists, groups, column_groups, turned = found.split(cuts)
+    parts, found = sections((batch, heads, rows, cols)), lists_of(mask.tiles)
+    cuts = parts.groups, parts.column_groups - parts.groups, parts.words - parts.column_groups
+    lists, groups, column_groups = found.split(cuts)
     by_head = zip(
         mask.tiles.flatten(0, 1), lists.view(6, -1), groups.view(6, rows, -1), column_groups.view(6, cols, -1),
         strict=True,
@@ -275,13 +286,28 @@ def test_the_lists_of_rows_and_columns() -> None:
             entries = listed_pairs(pairs, count)
             assert sorted(entries) == [(at, kind) for at, kind in enumerate(kinds.T[column].tolist()) if kind != EMPTY]
             assert [kind >= 0 for _, kind in entries] == [True] * masked + [False] * (count - masked)
+
+
+def test_the_bits_by_queries_are_those_by_keys() -> None:
+    """A GPU has the bits in another order; each order says the same, and can become the other."""
+    mask = random_mask(500, 300, batch=2, heads=3)
+    turned = bits_by_queries(mask.bits)
+    assert len(turned) == mask.counts.partial > 0
     assert torch.equal(turned.view_as(mask.bits), packed(unpacked(mask.bits).transpose(1, 2)))
+    assert torch.equal(unpacked(turned), unpacked(mask.bits))
+    assert torch.equal(bits_by_keys(turned), mask.bits)
+    assert torch.equal(visible(mask.tiles, turned, 500, 300), mask.dense())
+    b, h, i, j = (torch.randint(0, n, (1000,)) for n in mask.shape)
+    assert torch.equal(is_visible(mask.tiles, turned, b, h, i, j), mask.dense()[b, h, i, j])
+    for bits in (mask.bits[:0], turned[:0]):
+        assert bits_by_keys(bits).shape == (0, 4, 128)
+        assert bits_by_queries(bits).shape == (0, 512)
 
 
 @pytest.mark.parametrize("lengths", [(0, 300), (300, 0), (0, 0)])
 def test_the_lists_of_a_mask_without_tiles(lengths: tuple[int, int]) -> None:
     mask = TileMask.from_dense(torch.ones(lengths, dtype=torch.bool, device="cpu"))
-    assert lists_of(mask.tiles, mask.bits).dtype == torch.int32
+    assert lists_of(mask.tiles).eq(0).all()
 
 
 def listed_pairs(words: list[int], count: int) -> list[tuple[int, int]]:

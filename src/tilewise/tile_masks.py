@@ -21,7 +21,19 @@ from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 from tilewise.masks import TileCounts
-from tilewise.tiles import EMPTY, FULL, TILE, WORDS, at_once, is_visible, lists_of, num_tiles, packed, visible
+from tilewise.tiles import (
+    EMPTY,
+    FULL,
+    TILE,
+    at_once,
+    bits_by_keys,
+    bits_by_queries,
+    is_visible,
+    no_bits,
+    num_tiles,
+    packed,
+    visible,
+)
 from tilewise.units import format_bytes
 
 __all__ = ["TileMask", "tile_mask"]
@@ -35,7 +47,7 @@ PICTURE = 32
 # The same of a plot.
 PLOT = 128
 
-# Bits (number, 4, 128) of the tiles at (batch, head, row of tiles, column of tiles), each an index tensor (number,).
+# Bits of the tiles at (batch, head, row of tiles, column of tiles), each an index tensor (number,).
 Evaluate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # Whether query i sees key j, as index tensors that broadcast against each other.
 Pairs = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -55,13 +67,21 @@ class TileMask:
     bits: Tensor
     seqlen_q: int
     seqlen_k: int
-    # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column, and the bits by rows.
+    # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column.
     lists: Tensor | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         # Here and not when first asked for, so that a compiler sees one kind of mask.
+        ordered = bits_by_keys if self.tiles.device.type == "cpu" else bits_by_queries
+        object.__setattr__(self, "bits", ordered(self.bits))
         if self.tiles.is_cuda:
-            object.__setattr__(self, "lists", lists_of(self.tiles, self.bits))
+            from tilewise.backends.gpu import tile_lists
+
+            object.__setattr__(self, "lists", tile_lists.made(self.tiles))
+
+    def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int]]:
+        # Lists are made again: a mask may be loaded on another device.
+        return TileMask, (self.tiles, self.bits, self.seqlen_q, self.seqlen_k)
 
     # Making masks
 
@@ -73,7 +93,7 @@ class TileMask:
         lengths = four.shape[2], four.shape[3]
         tiles = _unknown(four.shape[:2], lengths, mask.device)
         if tiles.numel() == 0:
-            return TileMask(tiles, _no_bits(mask.device), *lengths)
+            return TileMask(tiles, no_bits(mask.device), *lengths)
         for dim, length in zip((2, 3), lengths, strict=True):
             if length % TILE:
                 at = torch.arange(num_tiles(length) * TILE, device=mask.device).clamp_max(length - 1)
@@ -525,7 +545,7 @@ def tile_mask(
 def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, bits: Tensor | None = None) -> TileMask:
     """The mask of a map with unknown tiles. `bits` are those of tiles that are known."""
     tiles = tiles.contiguous()
-    known = _no_bits(tiles.device) if bits is None else bits
+    known = no_bits(tiles.device) if bits is None else bits
     parts, count = [known], len(known)
     unknown = (tiles == UNKNOWN).nonzero()
     for some in unknown.split(at_once(tiles.device)) if len(unknown) else ():
@@ -566,10 +586,6 @@ def _unknown(shared: Sequence[int], lengths: Sequence[int], device: torch.device
         fix = "Share the mask between heads or sequences, or attend to parts of the keys and join them with merge."
         raise InvalidProblem("seqlen_q, seqlen_k", expected, f"{count:,} tiles", fix)
     return torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
-
-
-def _no_bits(device: torch.device) -> Tensor:
-    return torch.zeros(0, WORDS, TILE, dtype=torch.int32, device=device)
 
 
 def _vmapped(fn: Callable[..., Any]) -> Pairs:
@@ -624,10 +640,11 @@ def _listed(count: Tensor, indices: Tensor) -> Tensor:
 
 def _bits_of(kinds: Tensor, bits: Tensor) -> Tensor:
     """The bits of tiles of any kind."""
-    whole = (kinds == FULL).to(torch.int32).neg()[:, None, None].expand(-1, WORDS, TILE)
+    words = (1,) * (bits.dim() - 1)
+    whole = (kinds == FULL).to(torch.int32).neg().view(-1, *words).expand(-1, *bits.shape[1:])
     if len(bits) == 0:
         return whole
-    return torch.where((kinds >= 0)[:, None, None], bits[kinds.clamp_min(0).long()], whole)
+    return torch.where((kinds >= 0).view(-1, *words), bits[kinds.clamp_min(0).long()], whole)
 
 
 # Arguments

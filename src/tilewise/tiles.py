@@ -1,12 +1,17 @@
 """The storage of tile masks, once: tiles of 128 x 128 pairs, and one bit a pair for those that are visible in part.
 
-A map has one int32 per tile of 128 queries and 128 keys: EMPTY, FULL, or the index of the tile's bits. Bits are int32
-(number, 4, 128): word [w, j] holds key j of the tile for the queries 32 w .. 32 w + 31, the first in the lowest bit.
-Pairs past the lengths may have any bit: kernels hide them by the lengths.
+A map has one int32 per tile of 128 queries and 128 keys: EMPTY, FULL, or the index of the tile's bits. Bits are int32,
+in one of two orders, which their shape tells:
+
+    (number, 4, 128)  by keys, on a CPU: word [w, j] holds key j of the tile for the queries 32 w .. 32 w + 31
+    (number, 512)     by queries, elsewhere: word 128 w + i holds query i for the keys 32 w .. 32 w + 31
+
+The first query or key is in the lowest bit. Pairs past the lengths may have any bit: kernels hide them by the lengths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +27,11 @@ __all__ = [
     "WORDS",
     "Sections",
     "at_once",
+    "bits_by_keys",
+    "bits_by_queries",
     "is_visible",
     "lists_of",
+    "no_bits",
     "num_tiles",
     "packed",
     "sections",
@@ -48,7 +56,7 @@ def num_tiles(length: int) -> int:
 class Sections(NamedTuple):
     """Where `lists_of` puts what, in words: the strides of heads, rows and columns of the first lists and where those
     of columns begin; where the lists of groups begin, those of rows and those of columns, each with the strides of
-    heads and of lists; where the bits begin.
+    heads and of lists; all words.
     """
 
     head: int
@@ -61,7 +69,7 @@ class Sections(NamedTuple):
     column_groups: int
     column_groups_head: int
     column_groups_column: int
-    bits: int
+    words: int
 
 
 def sections(shape: tuple[int, int, int, int]) -> Sections:
@@ -83,7 +91,7 @@ def sections(shape: tuple[int, int, int, int]) -> Sections:
         column_groups=column_groups,
         column_groups_head=column_groups_head,
         column_groups_column=groups_column,
-        bits=column_groups + batch * heads * column_groups_head,
+        words=column_groups + batch * heads * column_groups_head,
     )
 
 
@@ -94,10 +102,10 @@ def at_once(device: torch.device) -> int:
     return 256 if device.type == "cpu" else 1024
 
 
-def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
+def lists_of(tiles: Tensor) -> Tensor:
     """What GPU kernels walk, in one dimension: the tiles of a map (batch, heads, rows, columns) that are not empty, for
-    each sequence and head a list of each row, then of each column; then lists of rows in groups, and of columns; then
-    the bits with queries and keys exchanged (see `sections`). Nothing is read back from the device.
+    each sequence and head a list of each row, then of each column; then lists of rows in groups, and of columns (see
+    `sections`). Nothing is read back from the device.
 
     A list is the number of its entries, a rank, then (tile, kind) of each entry in order, and is as long as if all were
     listed. The rank in list r is the row (column) with the r-th most entries. Of rows that are equal the last comes
@@ -114,12 +122,11 @@ def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
     """
     batch, heads, rows, columns = tiles.shape
     parts = sections((batch, heads, rows, columns))
-    found = tiles.new_empty(parts.bits + bits.numel())
+    found = tiles.new_empty(parts.words)
     if tiles.numel() == 0:
         return found.zero_()
-    pairs = found[: parts.bits].view(torch.int64)
-    cuts = parts.groups // 2, (parts.column_groups - parts.groups) // 2, (parts.bits - parts.column_groups) // 2
-    lists, row_groups, column_groups = pairs.split(cuts)
+    cuts = parts.groups // 2, (parts.column_groups - parts.groups) // 2, (parts.words - parts.column_groups) // 2
+    lists, row_groups, column_groups = found.view(torch.int64).split(cuts)
     by_head = lists.view(batch, heads, parts.head // 2)
     by_row = by_head[..., : parts.columns // 2].unflatten(-1, (rows, parts.row // 2))
     by_column = by_head[..., parts.columns // 2 :].unflatten(-1, (columns, parts.column // 2))
@@ -142,24 +149,21 @@ def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
         if is_row:
             masked = tiles >= 0
             masked[..., -1:] |= listed[..., -1:]
-            ordered = _in_groups(row_groups.view(batch, heads, rows, -1), kinds, masked, upto, after, values, 1)
-            row_groups.view(ordered.shape).copy_(ordered.gather(2, ranked[..., None].expand(ordered.shape)))
-            row_groups.view(ordered.shape)[..., 0] += ranked
+            grouped = row_groups.view(batch, heads, rows, parts.groups_row // 2)
+            _put_groups(grouped, kinds, masked, upto, after, values, least=1)
+            grouped.copy_(grouped.gather(2, ranked[..., None].expand(grouped.shape)))
         else:
-            by_head = column_groups.view(batch, heads, columns, -1)
-            _in_groups(by_head, kinds, tiles.transpose(2, 3) >= 0, upto, after, values, 0)[..., 0] += ranked
-    offset = parts.bits
-    for some in bits.split(at_once(bits.device)) if len(bits) else ():
-        found[offset : offset + some.numel()].view(some.shape).copy_(_turned(some).reshape(some.shape))
-        offset += some.numel()
+            grouped = column_groups.view(batch, heads, columns, parts.column_groups_column // 2)
+            _put_groups(grouped, kinds, tiles.transpose(2, 3) >= 0, upto, after, values, least=0)
+        grouped[..., 0] += ranked
     return found
 
 
-def _in_groups(
-    groups: Tensor, listed: Tensor, masked: Tensor, upto: Tensor, after: Tensor, values: Tensor, least: int
-) -> Tensor:
-    """Write the lists of groups (see lists_of), in order and without the first word, and return them. `upto` counts the
-    listed tiles up to each, `after` are the places of those that are not listed; both numbers are at least `least`.
+def _put_groups(
+    groups: Tensor, listed: Tensor, masked: Tensor, upto: Tensor, after: Tensor, values: Tensor, *, least: int
+) -> None:
+    """Write the lists of groups (see lists_of), in order and without the first word. `upto` counts the listed tiles up
+    to each, `after` are the places of those that are not listed; both numbers are at least `least`.
     """
     masked_upto = masked.cumsum(-1)
     counts = masked_upto[..., -1]
@@ -169,20 +173,37 @@ def _in_groups(
     groups[..., 2:].scatter_(-1, at, values)
     groups[..., 0] = upto[..., -1].clamp_min(least) << WORD
     groups[..., 1] = counts.clamp_min(least)
-    return groups
 
 
-def _turned(bits: Tensor) -> Tensor:
-    """Bits of tiles with queries and keys exchanged: word [w, i] holds query i for the keys 32 w .. 32 w + 31."""
-    places = torch.arange(WORD, dtype=torch.int32, device=bits.device)
-    # (number, words of queries, words of keys, queries, keys)
-    pairs = (bits.view(-1, WORDS, WORDS, 1, WORD) >> places[:, None]) & 1
-    # The sum of different powers of two: the highest is negative, which is its bit.
-    return (pairs << places).sum(-1, dtype=torch.int32).transpose(1, 2)
+def no_bits(device: torch.device) -> Tensor:
+    """The bits of no tile, in the order of a device."""
+    return torch.zeros(
+        (0, WORDS, TILE) if device.type == "cpu" else (0, WORDS * TILE), dtype=torch.int32, device=device
+    )
+
+
+def bits_by_keys(bits: Tensor) -> Tensor:
+    """The same bits by keys."""
+    return bits if bits.dim() == 3 else _reordered(bits, _packed_by_keys, (0, WORDS, TILE))
+
+
+def bits_by_queries(bits: Tensor) -> Tensor:
+    """The same bits by queries."""
+    return bits if bits.dim() == 2 else _reordered(bits, _packed_by_queries, (0, WORDS * TILE))
+
+
+def _reordered(bits: Tensor, pack: Callable[[Tensor], Tensor], nothing: tuple[int, ...]) -> Tensor:
+    if len(bits) == 0:
+        return bits.new_empty(nothing)
+    return torch.cat([pack(unpacked(some)) for some in bits.split(at_once(bits.device))])
 
 
 def packed(pairs: Tensor) -> Tensor:
-    """The bits of boolean tiles (number, 128, 128)."""
+    """The bits of boolean tiles (number, 128, 128), in the order of their device."""
+    return _packed_by_keys(pairs) if pairs.device.type == "cpu" else _packed_by_queries(pairs)
+
+
+def _packed_by_keys(pairs: Tensor) -> Tensor:
     if pairs.device.type == "cpu":
         octets = np.packbits(pairs.numpy().reshape(-1, WORDS, WORD, TILE), axis=2, bitorder="little")
         words = np.ascontiguousarray(octets.transpose(0, 1, 3, 2)).view("<i4").astype(np.int32)
@@ -192,10 +213,19 @@ def packed(pairs: Tensor) -> Tensor:
     return (pairs.reshape(-1, WORDS, WORD, TILE).to(torch.int32) << places).sum(2, dtype=torch.int32)
 
 
+def _packed_by_queries(pairs: Tensor) -> Tensor:
+    places = torch.arange(WORD, dtype=torch.int32, device=pairs.device)
+    words = (pairs.reshape(-1, TILE, WORDS, WORD).to(torch.int32) << places).sum(3, dtype=torch.int32)
+    return words.transpose(1, 2).reshape(-1, WORDS * TILE)
+
+
 def unpacked(bits: Tensor) -> Tensor:
     """The boolean tiles (number, 128, 128) of bits."""
-    places = torch.arange(WORD, dtype=torch.int32, device=bits.device)[:, None]
-    return ((bits[:, :, None, :] >> places) & 1).bool().view(-1, TILE, TILE)
+    places = torch.arange(WORD, dtype=torch.int32, device=bits.device)
+    if bits.dim() == 2:
+        words = bits.view(-1, WORDS, TILE).transpose(1, 2)
+        return ((words[..., None] >> places) & 1).bool().reshape(-1, TILE, TILE)
+    return ((bits[:, :, None, :] >> places[:, None]) & 1).bool().view(-1, TILE, TILE)
 
 
 def visible(tiles: Tensor, bits: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -213,5 +243,7 @@ def is_visible(tiles: Tensor, bits: Tensor, b: Tensor, h: Tensor, i: Tensor, j: 
     kinds = tiles[b, h, i // TILE, j // TILE]
     if len(bits) == 0:
         return kinds == FULL
-    words = bits[kinds.clamp_min(0).long(), i % TILE // WORD, j % TILE]
-    return (kinds == FULL) | ((kinds >= 0) & ((words >> (i % WORD).int()) & 1).bool())
+    # The words of a tile, and the side that shares them.
+    at, shared = (i, j) if bits.dim() == 2 else (j, i)
+    words = bits.view(-1, WORDS, TILE)[kinds.clamp_min(0).long(), shared % TILE // WORD, at % TILE]
+    return (kinds == FULL) | ((kinds >= 0) & ((words >> (shared % WORD).int()) & 1).bool())

@@ -422,7 +422,7 @@ LANGUAGE: dict[str, Any] = {
     "broadcast_to": lambda x, shape: x.expand(shape),
     "permute": lambda x, order: x.permute(*order),
     "split": lambda x: x.unbind(-1),
-    "convert_layout": lambda x, _: x,
+    "convert_layout": lambda x, _, **_asserted: x,
     "trans": lambda x: x.T,
     "broadcast": torch.broadcast_tensors,
     "float8e4nv": torch.float8_e4m3fn,

@@ -25,7 +25,7 @@ from tilewise.canonical import canonical
 from tilewise.operands import Flags, Operands, Wanted
 from tilewise.problem import AttentionProblem
 from tilewise.tile_masks import tile_mask
-from tilewise.tiles import lists_of
+from tilewise.tiles import bits_by_queries, lists_of
 
 __all__ = ["fake_cuda"]
 
@@ -117,7 +117,7 @@ def test_a_tile_mask_is_data(h200: FakeCuda, compiled: Compiled) -> None:
     """Masks of any pattern, length and number of heads compile each kernel once; a bound call launches one kernel."""
     for length, heads in ((100, 1), (300, 2), (513, 1), (1024, 2)):
         mask = tile_mask(lambda _b, h, i, j: (i >= j) & (i + h > 90), length, length, heads=heads)
-        tensors = {"tiles": mask.tiles, "tile_bits": mask.bits, "tile_lists": lists_of(mask.tiles, mask.bits)}
+        tensors = {"tiles": mask.tiles, "tile_bits": bits_by_queries(mask.bits), "tile_lists": lists_of(mask.tiles)}
         operands = operands_of(length)._replace(**tensors)
         sizes = {"mask_seqlen_q": length, "mask_seqlen_k": length}
         train(TRITON, operands, **sizes)

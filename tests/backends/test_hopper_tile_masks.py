@@ -15,7 +15,7 @@ from test_hopper_protocol import LATE_FIRST, Case, in_double, reference
 from tilewise import TileMask
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.tiles import lists_of
+from tilewise.tiles import bits_by_queries, lists_of
 
 pytestmark = pytest.mark.slow
 
@@ -49,10 +49,10 @@ def masked(case: Case, mask: TileMask) -> tuple[AttentionProblem, Operands, Oper
     operands, problem = case.inputs(), case.problem
     batch, heads, rows, columns = mask.tiles.shape
     problem = replace(problem, tiles_shape=(batch, heads, rows, columns))
-    lists = lists_of(mask.tiles, mask.bits)
+    lists, bits = lists_of(mask.tiles), bits_by_queries(mask.bits)
     tiles = mask.tiles.expand(problem.batch, problem.num_heads, -1, -1)
     dense = mask.dense().expand(problem.batch, problem.num_heads, -1, -1)
-    return problem, operands._replace(tiles=tiles, tile_bits=mask.bits, tile_lists=lists), operands._replace(mask=dense)
+    return problem, operands._replace(tiles=tiles, tile_bits=bits, tile_lists=lists), operands._replace(mask=dense)
 
 
 @pytest.mark.parametrize("late_loads", LATE_FIRST)

@@ -370,3 +370,14 @@ def test_quantising_writes_the_bits_of_torch() -> None:
     assert quantised_alike(odd, "block", block=48)
     steps = torch.cat([torch.arange(-460, 460, 0.37), torch.arange(-0.1, 0.1, 2.0**-12)])
     assert quantised_alike(steps[: len(steps) // 16 * 16].reshape(1, 1, -1, 16), "head", scale=1.0)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+@pytest.mark.parametrize("shape", [(2, 2, 3, 2), (1, 1, 2, 130), (1, 1, 0, 3)])
+def test_two_kernels_list_the_tiles_of_a_mask(shape: tuple[int, int, int, int]) -> None:
+    """As tiles.lists_of does, word for word, also of a map that is not contiguous."""
+    listing = importlib.import_module("tilewise.backends.gpu.listing")
+    kinds = torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    kinds[:, 0, :1] = tilewise.tiles.EMPTY
+    for tile_map in (kinds, kinds.transpose(2, 3)):
+        assert torch.equal(listing.listed(tile_map), tilewise.tiles.lists_of(tile_map.contiguous()))

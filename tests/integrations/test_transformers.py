@@ -321,17 +321,24 @@ def call(**arguments: Any) -> Tensor:
 
 @pytest.mark.parametrize("queries", [300, 200])
 def test_masks_that_no_flag_describes(queries: int) -> None:
-    """Chunks, and image blocks inside causal text, with padding: tile masks of many queries, made once for all layers,
-    a matrix of few.
+    """Chunks, image blocks inside causal text, a prefix, documents with images, with padding: tile masks of many
+    queries, made once for all layers, a matrix of few.
     """
     blocks = torch.where(torch.arange(300) % 100 < 40, torch.arange(300) // 100, -1).repeat(2, 1)
 
     def image(b: Any, _h: Any, i: Any, j: Any) -> Any:
         return (blocks[b, i] == blocks[b, j]) & (blocks[b, i] >= 0)
 
+    def prefix(_b: Any, _h: Any, _i: Any, j: Any) -> Any:
+        return j < 140
+
+    images = masking_utils.or_masks(masking_utils.causal_mask_function, image)
+    documents = masking_utils.packed_sequence_mask_function((torch.arange(300) // 130).repeat(2, 1))
     functions = (
         masking_utils.chunked_causal_mask_function(70, torch.tensor([0, 30])),
-        masking_utils.or_masks(masking_utils.causal_mask_function, image),
+        images,
+        masking_utils.or_masks(masking_utils.causal_mask_function, prefix),
+        masking_utils.and_masks(images, documents),
     )
     padding = torch.ones(2, 300, dtype=torch.bool)
     padding[1, :30] = False

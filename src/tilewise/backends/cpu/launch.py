@@ -24,7 +24,7 @@ from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
 from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
-from tilewise.tiles import TILE
+from tilewise.tiles import TILE, bits_by_keys
 
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 # Minimum work per thread. Waking a thread costs less than it saves from here on; but if other processes want the cores,
@@ -218,7 +218,7 @@ def _tile_fields(operands: Operands, keep: list[Tensor]) -> Block:
     assert tiles is not None
     assert bits is not None
     tiles = tiles if tiles.stride(3) == 1 or tiles.shape[3] == 1 else tiles.contiguous()
-    keep += [tiles, bits.contiguous()]
+    keep += [tiles, bits_by_keys(bits).contiguous()]
     batch, head, row = (4 * stride for stride in tiles.stride()[:3])
     places = (tiles.data_ptr(), batch, head, row, TILE * tiles.shape[3], keep[-1].data_ptr())
     return dict(enumerate(places, f.TILES))

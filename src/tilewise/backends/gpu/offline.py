@@ -29,7 +29,7 @@ def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[st
     if problem.tiles_shape is not None:
         whole = (*scores[:2], *problem.tiles_shape[2:])
         views["tiles"] = _expanded(problem.tiles_shape, whole, torch.int32)
-        views["tile_bits"] = _contiguous((1, WORDS, TILE), torch.int32)
+        views["tile_bits"] = _contiguous((1, WORDS * TILE), torch.int32)
         views["tile_lists"] = _contiguous((1,), torch.int32)
     if problem.has_alibi:
         views["alibi_slopes"] = _expanded((1, problem.num_heads), scores[:2], torch.float32)

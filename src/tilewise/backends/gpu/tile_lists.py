@@ -1,12 +1,25 @@
-"""The lists of a tile mask (see tilewise.tiles), where a call comes without them: under `vmap`, or from a CPU."""
+"""The lists of a tile mask (see tilewise.tiles). A call comes without them under `vmap`, or from a CPU."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from tilewise.backends.gpu import releases
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
-from tilewise.tiles import lists_of
+from tilewise.tiles import bits_by_queries, lists_of
+
+
+def made(tile_map: Tensor) -> Tensor:
+    """The lists of a map: by two kernels, or by many where these cannot run."""
+    # Neither a compiler that traces nor fake tensors know the two.
+    plain = type(tile_map) is Tensor and tile_map.is_cuda and not torch.compiler.is_compiling()
+    if not plain or releases.missing() is not None:
+        return lists_of(tile_map)
+    from tilewise.backends.gpu import listing
+
+    return listing.listed(tile_map)
 
 
 def are_missing(problem: AttentionProblem, lists: Tensor | None) -> bool:
@@ -15,7 +28,7 @@ def are_missing(problem: AttentionProblem, lists: Tensor | None) -> bool:
 
 
 def with_lists(problem: AttentionProblem, operands: Operands) -> Operands:
-    """The operands with the lists of their tile mask, if they have one."""
+    """The operands with the lists of their tile mask, and its bits by queries, if they have one."""
     if not are_missing(problem, operands.tile_lists):
         return operands
     assert problem.tiles_shape is not None
@@ -23,4 +36,4 @@ def with_lists(problem: AttentionProblem, operands: Operands) -> Operands:
     assert operands.tile_bits is not None
     # Without those of broadcast sequences and heads.
     stored = operands.tiles[: problem.tiles_shape[0], : problem.tiles_shape[1]]
-    return operands._replace(tile_lists=lists_of(stored, operands.tile_bits))
+    return operands._replace(tile_lists=made(stored), tile_bits=bits_by_queries(operands.tile_bits))

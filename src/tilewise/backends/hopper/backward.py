@@ -261,7 +261,7 @@ def backward_step(
     k = pipe.k_smem.index(own).reshape([64, D])
     v = pipe.v_smem.index(own).reshape([64, D])
     if MASKED and C.IS_LISTED:
-        words = load_query_words(bits, kind, m_block, first + WARPGROUP * 64, seqlen_k, C)
+        words = load_query_words(bits, kind, m_block, first + WARPGROUP * 64, C)
     pipe.query_ring.wait(at)
     s = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, dout.permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -272,7 +272,7 @@ def backward_step(
     p = exp2(s * scale_log2 - lse[None, :])
     if MASKED:
         if C.IS_LISTED:
-            p = hide_transposed(p, words, C)
+            p = hide_transposed(p, words, first + WARPGROUP * 64, seqlen_k, C)
         else:
             p = mask_transposed(p, m_block, first + WARPGROUP * 64, seqlen_q, seqlen_k, sizes, C)
     pa = gl.convert_layout(p.to(DTYPE), OPERAND)

@@ -343,10 +343,9 @@ def _lists(shape: tuple[int, int, int, int], *, of_keys: bool = False) -> Lists:
     """The lists of a tile mask with a map of this shape: of rows of tiles, or of columns."""
     parts, (batch, heads, _, _) = sections(shape), shape
     first, head, each = parts.groups, parts.groups_head, parts.groups_row
-    bits = Address("tile_lists", torch.int32, aligned=False, offset=4 * parts.bits)
     if of_keys:
         first, head, each = parts.column_groups, parts.column_groups_head, parts.column_groups_column
-        bits = Address("tile_bits", torch.int32, aligned=False)
+    bits = Address("tile_bits", torch.int32, aligned=False)
     groups = Address("tile_lists", torch.int32, aligned=False, offset=4 * first)
     return Lists(groups, bits, heads * head if batch > 1 else 0, head if heads > 1 else 0, each)
 

@@ -30,8 +30,8 @@ TILE_WORDS, HEADER = gl.constexpr(tiles.WORDS * tiles.TILE), gl.constexpr(tiles.
 
 
 class Lists(NamedTuple):
-    """Forward: the lists of all rows of tiles, by (sequence, head, rank), and the bits by rows. Backward: those of all
-    columns, by (sequence, head, column), and the bits by columns.
+    """The bits by queries, and lists: in the forward of rows of tiles, by (sequence, head, rank), in the backward of
+    columns, by (sequence, head, column).
     """
 
     ptr: Any
@@ -88,41 +88,44 @@ def query_tile_at(entries, step, C: gl.constexpr):
     return tile * PARTS + step % PARTS, kind
 
 
-@gluon.jit
-def load_query_words(bits, kind, m_block, first_key, seqlen_k, C: gl.constexpr):
-    """The bits of 64 keys from `first_key` on, in words of 32 queries of a query tile: all of them in a full tile, none
-    for keys past the end.
-    """
-    PARTS: gl.constexpr = TILE // C.BLOCK_M
-    keys = gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_M)))
-    at = (
-        bits + kind.to(gl.int64) * TILE_WORDS + (m_block % PARTS * (C.BLOCK_M // WORD * TILE) + first_key % TILE + keys)
+@gluon.constexpr_function
+def half_layout(queries):
+    """Registers of 64 keys x `queries` of an accumulator, as [2, 32, queries]: a warp has keys of one half."""
+    wide = [[0, 0, 1 << i] for i in range(3, 7) if 1 << i < queries]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 8, 0], *wide],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        warp_bases=[[0, 16, 0], [1, 0, 0]],
+        block_bases=[],
+        shape=[2, 32, queries],
     )
-    has_bits = (kind >= 0) & (keys >= 0)
-    whole = gl.where(has_bits, 0, -1)
-    if not C.EVEN_K:
-        has_bits = has_bits & (first_key + keys < seqlen_k)
-        whole = gl.where(first_key + keys < seqlen_k, whole, 0)
-    first = gl.load(at, mask=has_bits, other=0) | whole
-    second = gl.load(at + TILE, mask=has_bits, other=0) | whole
-    third = first
-    fourth = second
-    if C.BLOCK_M == 128:
-        third = gl.load(at + 2 * TILE, mask=has_bits, other=0) | whole
-        fourth = gl.load(at + 3 * TILE, mask=has_bits, other=0) | whole
-    return first, second, third, fourth
 
 
 @gluon.jit
-def hide_transposed(p, words, C: gl.constexpr):
-    """P with zeros where the bit of a key (row) and a query (column) is 0."""
-    cols = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, accumulator_layout(C.BLOCK_M)))
-    group = (cols // WORD)[None, :]
-    word = gl.where(group == 0, words[0][:, None], words[1][:, None])
-    if C.BLOCK_M == 128:
-        word = gl.where(group == 2, words[2][:, None], word)
-        word = gl.where(group == 3, words[3][:, None], word)
-    return gl.where(((word >> (cols % WORD)[None, :]) & 1) != 0, p, 0.0)
+def load_query_words(bits, kind, m_block, first_key, C: gl.constexpr):
+    """The bits of 64 keys from `first_key` on, [2, queries]: a word for 32 keys and a query of a query tile."""
+    PARTS: gl.constexpr = TILE // C.BLOCK_M
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, half_layout(C.BLOCK_M))
+    half = gl.arange(0, 2, gl.SliceLayout(1, LAYOUT))[:, None]
+    queries = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, LAYOUT))[None, :]
+    word = (first_key % TILE // WORD + half) * TILE + (m_block % PARTS * C.BLOCK_M + queries)
+    has_bits = (kind >= 0) & (word >= 0)
+    return gl.load(bits + kind.to(gl.int64) * TILE_WORDS + word, mask=has_bits, other=-1)
+
+
+@gluon.jit
+def hide_transposed(p, words, first_key, seqlen_k, C: gl.constexpr):
+    """P with zeros where the bit of a key (row, 64 from first_key on) and a query (column) is 0, or the key is past the
+    end.
+    """
+    LAYOUT: gl.constexpr = half_layout(C.BLOCK_M)
+    keys = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    seen = (words[:, None, :] >> keys) & 1
+    p = gl.where(gl.convert_layout(gl.reshape(seen, [64, C.BLOCK_M]), p.type.layout, assert_trivial=True) != 0, p, 0.0)
+    if not C.EVEN_K:
+        rows = first_key + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_M)))
+        p = gl.where((rows < seqlen_k)[:, None], p, 0.0)
+    return p
 
 
 @gluon.jit

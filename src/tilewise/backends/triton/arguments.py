@@ -293,7 +293,7 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
         "bias": grid_argument(views, "bias"),
         "mask": grid_argument(views, "mask"),
         "tile_map": grid_argument(views, "tiles"),
-        "column_bits": single_address(views, "tile_bits"),
+        "tile_bits": single_address(views, "tile_bits"),
         **_list_rows(problem),
         "alibi_slopes": None
         if slopes is None
@@ -314,11 +314,9 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
 
 
 def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
-    """The lists of a tile mask (see tilewise.tiles) as rows of (sequence, head, row or column of tiles), and the bits
-    by rows that follow them.
-    """
+    """The lists of a tile mask (see tilewise.tiles) as rows of (sequence, head, row or column of tiles)."""
     if problem.tiles_shape is None:
-        return {"tile_rows": None, "tile_columns": None, "tile_bits": None}
+        return {"tile_rows": None, "tile_columns": None}
     batch, heads, _, _ = problem.tiles_shape
     parts = sections(problem.tiles_shape)
     strides = heads * parts.head if batch > 1 else 0, parts.head if heads > 1 else 0
@@ -329,7 +327,6 @@ def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
     return {
         "tile_rows": Rows(from_word(0), *strides, parts.row),
         "tile_columns": Rows(from_word(parts.columns), *strides, parts.column),
-        "tile_bits": from_word(parts.bits),
     }
 
 

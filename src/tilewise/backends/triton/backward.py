@@ -29,6 +29,7 @@ from torch import Tensor
 from tilewise.backends.gpu.work_list import clear_rows, list_blocks, listed_item
 from tilewise.backends.triton.listed import (
     are_seen,
+    are_seen_at,
     blocks_before,
     hide_listed,
     kind_at,
@@ -258,7 +259,7 @@ def key_gradient_loop(
                 p = mask_outside(p, first, full_begin, full_end, m_row[None, :], n_idx, band, seqlen_q, seqlen_k, T)
             if entries is not None:
                 if kind >= 0:
-                    p = tl.where(are_seen(bits, kind, n_idx, first, BLOCK_M), p, 0.0)
+                    p = tl.where(are_seen_at(bits, kind, m_row[None, :], n_idx), p, 0.0)
             keep = True
             kept = p
             if T.HAS_DROPOUT:
@@ -308,7 +309,7 @@ def key_gradient_loops(
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def key_gradient_kernel(
     q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
-    tile_columns, column_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
+    tile_columns, tile_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
     JOINED: tl.constexpr,
 ):  # fmt: skip
@@ -357,7 +358,7 @@ def key_gradient_kernel(
         dk_acc, dv_acc = key_gradient_loops(
             dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
             delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, tile_columns,
-            column_bits, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
+            tile_bits, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
         )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)

@@ -58,7 +58,7 @@ def forward_tangent(
     """(out, lse, out', lse') of canonical operands and tangents; the first two are `known`, or computed."""
     if is_exact(problem):  # the tangents of scores that P is not recomputed from
         known = None
-    given = (*_inputs(operands), *tangents, *(known or (None, None)))
+    given = (*_inputs(problem, operands), *tangents, *(known or (None, None)))
     made = launching.bound_to(_pass("tangent"), problem, given, operands.q).run(given)
     dot_out, dot_lse = launching.heads_first(problem, made["dot_out"]), made["dot_lse"]
     nothing = problem.batch == 0 or problem.seqlen_q == 0
@@ -72,8 +72,8 @@ def forward_tangent(
     return out, lse, dot_out, dot_lse
 
 
-def _inputs(operands: Operands) -> tuple[Tensor | None, ...]:
-    return launch.seeded(operands)[: len(launching.INPUTS)]
+def _inputs(problem: AttentionProblem, operands: Operands) -> tuple[Tensor | None, ...]:
+    return launch.ready(problem, operands)[: len(launching.INPUTS)]
 
 
 def backward_twice(
@@ -90,7 +90,7 @@ def backward_twice(
         return launch.zero_gradients(problem, operands, wanted)
     out, lse, dot_out, dot_lse = results
     dout, out, dot_out = (t if t.stride(-1) == 1 else t.contiguous() for t in (dout, out, dot_out))
-    given = (dout, dlse, out, lse, dot_out, dot_lse, *_inputs(operands), *tangents)
+    given = (dout, dlse, out, lse, dot_out, dot_lse, *_inputs(problem, operands), *tangents)
     order = launch.pages_in_order(problem, operands, wanted)
     made = launching.bound_to(_pass("twice"), problem, given, operands.q, wanted).run((*given, *order))
     dq, dk, dv = launch.row_gradients(problem, made)

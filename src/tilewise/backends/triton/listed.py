@@ -88,8 +88,8 @@ def listed_block(entries, step, BLOCK: tl.constexpr):
 
 @triton.jit
 def are_seen(bits, kind, rows, first, BLOCK: tl.constexpr):
-    """Which pairs the bits of a partial tile show: of tokens `rows`, (number, 1), and the BLOCK tokens from `first` on.
-    A word holds 32 pairs of a row.
+    """Which pairs the bits of a partial tile show: of queries `rows`, (number, 1), and the BLOCK keys from `first` on.
+    A word holds 32 pairs of a query.
     """
     words = bits + tl.cast(kind, tl.int64) * TILE_WORDS + (first % TILE // WORD * TILE + rows % TILE)
     column = tl.arange(0, BLOCK)[None, :]
@@ -110,26 +110,26 @@ def hide_listed(p, bits, kind, m_idx, n_first, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def are_seen_by_column(column_bits, kind, m_idx, n_idx):
-    """Which pairs the stored bits of a partial tile show, a word for 32 queries of a key; m_idx and n_idx broadcast."""
-    words = column_bits + tl.cast(kind, tl.int64) * TILE_WORDS
-    word = tl.load(words + (m_idx % TILE // WORD * TILE + n_idx % TILE))
-    return ((word >> (m_idx % WORD)) & 1) != 0
+def are_seen_at(bits, kind, m_idx, n_idx):
+    """Which pairs the bits of a partial tile show, read pair by pair; m_idx and n_idx broadcast."""
+    words = bits + tl.cast(kind, tl.int64) * TILE_WORDS
+    word = tl.load(words + (n_idx % TILE // WORD * TILE + m_idx % TILE))
+    return ((word >> (n_idx % WORD)) & 1) != 0
 
 
 @triton.jit
-def hide_scores(scores, column_bits, kind, m_idx, n_idx):
+def hide_scores(scores, bits, kind, m_idx, n_idx):
     """Scores with -inf for the pairs that the bits of a tile hide."""
     if kind >= 0:
-        scores = tl.where(are_seen_by_column(column_bits, kind, m_idx, n_idx), scores, float("-inf"))
+        scores = tl.where(are_seen_at(bits, kind, m_idx, n_idx), scores, float("-inf"))
     return scores
 
 
 @triton.jit
-def hide_pairs(p, column_bits, kind, m_idx, n_idx):
+def hide_pairs(p, bits, kind, m_idx, n_idx):
     """P with 0 for the pairs that the tile mask hides."""
     if kind >= 0:
-        p = tl.where(are_seen_by_column(column_bits, kind, m_idx, n_idx), p, 0.0)
+        p = tl.where(are_seen_at(bits, kind, m_idx, n_idx), p, 0.0)
     if kind == EMPTY:
         p = tl.zeros_like(p)
     return p

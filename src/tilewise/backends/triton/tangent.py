@@ -189,7 +189,7 @@ def sink_share(sinks, head, lse, T: tl.constexpr):
 @triton.jit
 def tangent_step(
     state, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q, seqlen_k,
-    full_begin, full_end, column_bits, kind,
+    full_begin, full_end, tile_bits, kind,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr, A: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
@@ -217,8 +217,8 @@ def tangent_step(
             scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
     elif EDGE:
         scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
-    if column_bits is not None:
-        scores = hide_scores(scores, column_bits, kind, m_idx[:, None], n_idx)
+    if tile_bits is not None:
+        scores = hide_scores(scores, tile_bits, kind, m_idx[:, None], n_idx)
     if KNOWN:
         p = probability(scores, row_max[:, None], scalars, T)
     else:
@@ -262,7 +262,7 @@ def tangent_step(
 @triton.jit
 def tangent_loop(
     state, q_tile, dot_q_tile, sources, place, terms, dot_bias, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
-    gap_end, end, full_begin, full_end, tile_map, column_bits,
+    gap_end, end, full_begin, full_end, tile_map, tile_bits,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr, A: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
@@ -285,7 +285,7 @@ def tangent_loop(
                 if kind != EMPTY:
                     acc, dot_acc, row_max, row_sum, dot_sum, mean = tangent_step(
                         now, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q,
-                        seqlen_k, full_begin, full_end, column_bits, kind, EDGE, BOXED, BLOCK_N, KNOWN, A, T
+                        seqlen_k, full_begin, full_end, tile_bits, kind, EDGE, BOXED, BLOCK_N, KNOWN, A, T
                     )  # fmt: skip
             else:
                 acc, dot_acc, row_max, row_sum, dot_sum, mean = tangent_step(
@@ -316,7 +316,7 @@ def clear_tails(out, lse, dot_out, dot_lse, lengths, sizes, KNOWN: tl.constexpr,
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def tangent_kernel(
     q, k, v, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dot_q_desc, dot_k_desc, dot_v_desc, out_desc, dot_out_desc,
-    out, lse, dot_out, dot_lse, bias, dot_bias, mask, tile_map, column_bits, alibi_slopes, sinks, dot_sinks, seed_ptr,
+    out, lse, dot_out, dot_lse, bias, dot_bias, mask, tile_map, tile_bits, alibi_slopes, sinks, dot_sinks, seed_ptr,
     lengths, work, sizes, band, scalars,
     T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
@@ -365,17 +365,17 @@ def tangent_kernel(
     if BOXED:
         state = tangent_loop(
             state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
-            end, end, end, full_begin, full_end, tile_map, column_bits, False, True, BLOCK_N, KNOWN, A, T
+            end, end, end, full_begin, full_end, tile_map, tile_bits, False, True, BLOCK_N, KNOWN, A, T
         )  # fmt: skip
     else:
         state = tangent_loop(
             state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k,
-            full_begin, full_end, full_end, full_end, full_begin, full_end, tile_map, column_bits, False, False,
+            full_begin, full_end, full_end, full_end, full_begin, full_end, tile_map, tile_bits, False, False,
             BLOCK_N, KNOWN, A, T
         )  # fmt: skip
         state = tangent_loop(
             state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
-            full_begin, full_end, end, full_begin, full_end, tile_map, column_bits, True, False, BLOCK_N, KNOWN,
+            full_begin, full_end, end, full_begin, full_end, tile_map, tile_bits, True, False, BLOCK_N, KNOWN,
             A, T
         )  # fmt: skip
 

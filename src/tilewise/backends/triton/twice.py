@@ -127,7 +127,7 @@ def through_softcap(h, slope, bend, T: tl.constexpr):
 @triton.jit
 def key_step(
     dk, dv, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias, dot_bias, mask,
-    seed_ptr, place, head, first, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, column_bits, kind,
+    seed_ptr, place, head, first, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, tile_bits, kind,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
@@ -166,8 +166,8 @@ def key_step(
     if BOXED:
         if (first < full_begin) | (first >= full_end):
             p = tl.where(keep_in_band(m_row[None, :], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
-    if column_bits is not None:
-        p = hide_pairs(p, column_bits, kind, m_row[None, :], n_idx)
+    if tile_bits is not None:
+        p = hide_pairs(p, tile_bits, kind, m_row[None, :], n_idx)
     raw, score = score_tangents(products, p, capped, dot_bias_rows, n_idx, seqlen_k, scalars, CHECK, A, T)
     keep = True
     if T.HAS_DROPOUT:
@@ -194,7 +194,7 @@ def key_step(
 def key_loop(
     dk, dv, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias, dot_bias, mask,
     seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end, full_begin, full_end, tile_map,
-    column_bits,
+    tile_bits,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
@@ -216,7 +216,7 @@ def key_loop(
                     dk, dv = key_step(
                         dk, dv, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias,
                         dot_bias, mask, seed_ptr, place, head, first, scalars, band, seqlen_q, seqlen_k, full_begin,
-                        full_end, column_bits, kind, EDGE, BOXED, BLOCK_M, BLOCK_N, A, T
+                        full_end, tile_bits, kind, EDGE, BOXED, BLOCK_M, BLOCK_N, A, T
                     )  # fmt: skip
             else:
                 dk, dv = key_step(
@@ -231,7 +231,7 @@ def key_loop(
 def second_key_kernel(
     q, k, v, dout, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dout_desc, dot_q_desc, dot_k_desc, dot_v_desc,
     lse_desc, delta_desc, mean_desc, rate_desc, lse_unit, delta, mean, rate, dk, dv, bias, dot_bias, mask, tile_map,
-    column_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
+    tile_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group."""
@@ -277,18 +277,18 @@ def second_key_kernel(
         dk_acc, dv_acc = key_loop(
             dk_acc, dv_acc, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias,
             dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, end, end, end, full_begin,
-            full_end, tile_map, column_bits, False, True, BLOCK_M, BLOCK_N, A, T
+            full_end, tile_map, tile_bits, False, True, BLOCK_M, BLOCK_N, A, T
         )  # fmt: skip
     else:
         dk_acc, dv_acc = key_loop(
             dk_acc, dv_acc, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias,
             dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, full_begin, full_end, full_end,
-            full_end, full_begin, full_end, tile_map, column_bits, False, False, BLOCK_M, BLOCK_N, A, T
+            full_end, full_begin, full_end, tile_map, tile_bits, False, False, BLOCK_M, BLOCK_N, A, T
         )  # fmt: skip
         dk_acc, dv_acc = key_loop(
             dk_acc, dv_acc, tiles, q, dout, dot_q, q_desc, dout_desc, dot_q_desc, statistics, alibi_slopes, bias,
             dot_bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end, end,
-            full_begin, full_end, tile_map, column_bits, True, False, BLOCK_M, BLOCK_N, A, T
+            full_begin, full_end, tile_map, tile_bits, True, False, BLOCK_M, BLOCK_N, A, T
         )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
@@ -299,7 +299,7 @@ def second_key_kernel(
 @triton.jit
 def query_tile_gradients(
     tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
-    full_end, column_bits, kind,
+    full_end, tile_bits, kind,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """(H, W, U) of a query tile against the keys first..first+BLOCK_N, and the tiles of k and k'. `kind` is that of the
@@ -326,8 +326,8 @@ def query_tile_gradients(
         # The last tile of keys may be incomplete: keys past the end are zeros, but their P is not 0.
         if (first < full_begin) | (first >= full_end):
             p = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
-    if column_bits is not None:
-        p = hide_pairs(p, column_bits, kind, m_idx[:, None], n_idx)
+    if tile_bits is not None:
+        p = hide_pairs(p, tile_bits, kind, m_idx[:, None], n_idx)
     raw, score = score_tangents(products, p, capped, dot_bias_rows, n_idx, seqlen_k, scalars, CHECK, A, T)
     keep = True
     if T.HAS_DROPOUT:
@@ -347,13 +347,13 @@ def query_tile_gradients(
 @triton.jit
 def query_step(
     dq, tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
-    full_end, column_bits, kind,
+    full_end, tile_bits, kind,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the keys first..first+BLOCK_N to dQ."""
     _, w, u, k_tile, dot_k_tile = query_tile_gradients(
         tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
-        full_end, column_bits, kind, EDGE, BOXED, BLOCK_N, A, T
+        full_end, tile_bits, kind, EDGE, BOXED, BLOCK_N, A, T
     )  # fmt: skip
     dq = dot_add(w.to(k_tile.dtype), k_tile, dq, T)
     if A.K:
@@ -364,7 +364,7 @@ def query_step(
 @triton.jit
 def query_loop(
     dq, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
-    gap_end, end, full_begin, full_end, tile_map, column_bits,
+    gap_end, end, full_begin, full_end, tile_map, tile_bits,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the keys begin..gap_begin and gap_end..end to dQ; see key_loop."""
@@ -381,7 +381,7 @@ def query_loop(
                 if kind != EMPTY:
                     dq = query_step(
                         dq, tiles, sources, stats, pages, first, place, terms, dot_bias_rows, scalars, band, seqlen_q,
-                        seqlen_k, full_begin, full_end, column_bits, kind, EDGE, BOXED, BLOCK_N, A, T
+                        seqlen_k, full_begin, full_end, tile_bits, kind, EDGE, BOXED, BLOCK_N, A, T
                     )  # fmt: skip
             else:
                 dq = query_step(
@@ -417,7 +417,7 @@ def query_tiles(
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def second_query_kernel(
     q, k, v, dout, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dout_desc, dot_q_desc, dot_k_desc, dot_v_desc,
-    lse_unit, delta, mean, rate, dq, bias, dot_bias, mask, tile_map, column_bits, alibi_slopes, seed_ptr, lengths, work,
+    lse_unit, delta, mean, rate, dq, bias, dot_bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, work,
     sizes, band, scalars,
     T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -449,16 +449,16 @@ def second_query_kernel(
     if BOXED:
         acc = query_loop(
             acc, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin, end, end,
-            end, full_begin, full_end, tile_map, column_bits, False, True, BLOCK_N, A, T
+            end, full_begin, full_end, tile_map, tile_bits, False, True, BLOCK_N, A, T
         )  # fmt: skip
     else:
         acc = query_loop(
             acc, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, full_begin,
-            full_end, full_end, full_end, full_begin, full_end, tile_map, column_bits, False, False, BLOCK_N, A, T
+            full_end, full_end, full_end, full_begin, full_end, tile_map, tile_bits, False, False, BLOCK_N, A, T
         )  # fmt: skip
         acc = query_loop(
             acc, tiles, sources, stats, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
-            full_begin, full_end, end, full_begin, full_end, tile_map, column_bits, True, False, BLOCK_N, A, T
+            full_begin, full_end, end, full_begin, full_end, tile_map, tile_bits, True, False, BLOCK_N, A, T
         )  # fmt: skip
     dq_base = head_base(dq, batch_idx, head, q_start, T.PACKED_Q)
     store_rows(acc * scalars.scale, dq_base, dq.stride_row, m_first, seqlen_q, T.HEAD_DIM)
@@ -466,7 +466,7 @@ def second_query_kernel(
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars", "shape", "num_shares"])
 def second_bias_kernel(
-    q, k, v, dout, dot_q, dot_k, dot_v, lse_unit, delta, mean, rate, dbias, bias, dot_bias, mask, tile_map, column_bits,
+    q, k, v, dout, dot_q, dot_k, dot_v, lse_unit, delta, mean, rate, dbias, bias, dot_bias, mask, tile_map, tile_bits,
     alibi_slopes, seed_ptr, lengths, sizes, band, scalars, shape, num_shares,
     T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -502,7 +502,7 @@ def second_bias_kernel(
                 kind = kind_at(tile_map, batch_idx, head, m_first, n_first)
             h, _, _, _, _ = query_tile_gradients(
                 tiles, sources, stats, pages, n_first, (m_first, m_idx, head, batch_idx), terms, dot_bias_rows, scalars,
-                band, seqlen_q, seqlen_k, 0, 0, column_bits, kind, True, False, BLOCK_N, A, T
+                band, seqlen_q, seqlen_k, 0, 0, tile_bits, kind, True, False, BLOCK_N, A, T
             )  # fmt: skip
             acc += h
     store_bias_tile(acc, dbias, own, shape, BLOCK_M, BLOCK_N)

@@ -3,8 +3,8 @@
 transformers describes a mask by a function of (batch, head, query, key) made of a few known pieces. Where the pieces
 are causality, a window, padding or packed sequences, a `Structure` says the same: flags, a (batch, 1, 1, keys) mask of
 the padding, and the sequence each token belongs to. Everything else (chunks, image blocks, a model's own functions) is
-a tile mask on a CPU, made once for all layers, whose empty tiles are not computed; on a GPU, for few queries, and for
-whatever must keep its shape while it is traced, it is a boolean matrix in `Structure.keep`.
+a tile mask, made once for all layers, whose empty tiles are not computed; for few queries, and for whatever must keep
+its shape while it is traced, it is a boolean matrix in `Structure.keep`.
 
 Not every attention is tilewise's: some modules of transformers apply the mask themselves, and some edit it first. So
 `attention_mask_function` answers with a `StructuredMask`, a tensor that is the matrix which the model's default
@@ -41,7 +41,7 @@ __all__ = [
 
 MaskFunction = Callable[..., Any]
 
-# From so many queries on a mask without flags is a tile mask on a CPU: fewer are one row of tiles.
+# From so many queries on a mask without flags is a tile mask: fewer are one row of tiles.
 MANY_QUERIES = 2 * TILE
 
 # Classes of configurations whose models get booleans from transformers unless another attention is asked for.
@@ -214,7 +214,12 @@ def attention_mask_function(
         if keys is not None and ("causal" in pieces or keys == kv_length):
             structure = Structure(shape, keys, _padding(attention_mask, kv_offset, keys, is_traced), **pieces)
     make = functools.partial(_written, seen, dtype)
-    if structure is None and q_length >= MANY_QUERIES and torch.device(device).type == "cpu" and not is_traced:
+    if (
+        structure is None
+        and q_length >= MANY_QUERIES
+        and torch.device(device).type in ("cpu", "cuda")
+        and not is_traced
+    ):
         structure = Structure(shape, kv_length, make=seen)
     if structure is None:
         matrix = seen()
