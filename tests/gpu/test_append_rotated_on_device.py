@@ -72,16 +72,17 @@ SHAPES = {
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_beside_fp64(shape: str, interleaved: bool, total: int) -> None:
-    for dtype, page_dtype in ((torch.float32, torch.float32), (BF16, BF16), (torch.float16, BF16)):
+    dim = SHAPES[shape][2]
+    weights = {f"{n}_weight": torch.rand(dim, device="cuda") + 0.5 for n in ("q", "k")}
+    for dtype, page_dtype, options in (
+        (torch.float32, torch.float32, {"norm_eps": 1e-6, **weights}),
+        (BF16, BF16, {"norm_eps": 1e-6}),
+        (torch.float16, BF16, {}),
+    ):
         given = inputs(total, *SHAPES[shape], dtype, page_dtype)
-        dim = SHAPES[shape][2]
-        weights = {f"{n}_weight": torch.rand(dim, device="cuda") + 0.5 for n in ("q", "k")}
-        for options in ({}, {"norm_eps": 1e-6}, {"norm_eps": 1e-6, **weights}):
-            out = torch.full_like(given["q"], torch.nan)
-            for name in ("k_pages", "v_pages"):
-                given[name].fill_(torch.nan)
-            assert append_rotated(**given, interleaved=interleaved, out=out, **options) is out
-            compare(given, out, interleaved=interleaved, **options)
+        out = torch.full_like(given["q"], torch.nan)
+        assert append_rotated(**given, interleaved=interleaved, out=out, **options) is out
+        compare(given, out, interleaved=interleaved, **options)
 
 
 @pytest.mark.parametrize("total", [3, 64, 4096])

@@ -242,7 +242,7 @@ def test_the_cache_appends_and_attends(dtype: torch.dtype) -> None:
 
 
 def test_under_torch_compile() -> None:
-    given, traced = inputs(), inputs()
+    traced = inputs()
     options = {"norm_eps": 1e-6, "interleaved": True}
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -250,7 +250,6 @@ def test_under_torch_compile() -> None:
         return append_rotated(**tensors, norm_eps=1e-6, interleaved=True)
 
     check(traced, run(**traced), **options)
-    torch.testing.assert_close(traced["k_pages"], given["k_pages"].copy_(traced["k_pages"]))
 
 
 def test_the_table() -> None:

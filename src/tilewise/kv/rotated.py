@@ -36,6 +36,8 @@ __all__ = ["append_rotated", "rotary_table"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 NAMES = ("q", "k", "v", "out", "k_pages", "v_pages")
+# Rows that a CPU rotates at a time.
+ROWS = 64
 
 
 class Step(NamedTuple):
@@ -134,17 +136,20 @@ def append_rotated(
 
 def _append(step: Step, interleaved: bool, norm_eps: float | None) -> None:
     """With torch operations: the definition."""
-    q, k = (
-        rotated(x, step.positions, step.cos_sin, interleaved, norm_eps, weight)
-        for x, weight in ((step.q, step.q_weight), (step.k, step.k_weight))
-    )
-    count = len(step.slots)
-    k, v, slots = k[:count], step.v[:count], step.slots
-    step.out.copy_(q)
+    count, slots, is_e4m3 = len(step.slots), step.slots, step.k_scale is not None
+    new = torch.empty(step.k.shape, dtype=torch.float32 if is_e4m3 else step.k_pages.dtype, device=step.k.device)
+    # On a CPU a few rows at a time, which stay in its caches.
+    in_parts = step.q.device.type == "cpu" and not torch.compiler.is_compiling()
+    for x, weight, result in ((step.q, step.q_weight, step.out), (step.k, step.k_weight, new)):
+        size = ROWS if in_parts else max(1, len(x))
+        for part in range(0, len(x), size):
+            rows = slice(part, part + size)
+            result[rows] = rotated(x[rows], step.positions[rows], step.cos_sin, interleaved, norm_eps, weight)
+    k, v = new[:count], step.v[:count]
     if step.k_scale is None or step.v_scale is None:
-        write_rows(k.to(step.k_pages.dtype), v.to(step.v_pages.dtype), step.k_pages, step.v_pages, slots)
+        write_rows(k, v.to(step.v_pages.dtype), step.k_pages, step.v_pages, slots)
     elif step.k_scale.dim() == 2:
-        append_quantised((k.float(), v.float()), (step.k_pages, step.v_pages), (step.k_scale, step.v_scale), slots)
+        append_quantised((k, v.float()), (step.k_pages, step.v_pages), (step.k_scale, step.v_scale), slots)
     else:
         k, v = (encode(x.float(), 1.0 / s.reshape(-1, 1)) for x, s in ((k, step.k_scale), (v, step.v_scale)))
         write_rows(k, v, step.k_pages, step.v_pages, slots)
@@ -154,22 +159,21 @@ def rotated(
     x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, norm_eps: float | None, weight: Tensor | None
 ) -> Tensor:
     """Rows of q or k, normalised and rotated, in fp32 (or fp64)."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide, rotary_dim = torch.float64 if x.dtype == torch.float64 else torch.float32, cos_sin.shape[1]
     x = x.to(wide)
     if norm_eps is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
-        x = x if weight is None else x * weight.to(wide)
+        x = x if weight is None else x.mul_(weight)
     if not len(cos_sin):
-        cos_sin = cos_sin.new_full((1, cos_sin.shape[1]), torch.nan)
-        positions = torch.full_like(positions, -1)
+        cos_sin, positions = cos_sin.new_empty((1, rotary_dim)), torch.full_like(positions, -1)
     known = (positions >= 0) & (positions < len(cos_sin))
     turns = cos_sin[positions.clamp(0, len(cos_sin) - 1).long()].to(wide)
     cos, sin = torch.where(known[:, None], turns, torch.nan)[:, None].chunk(2, -1)
-    turned, rest = x[..., : cos_sin.shape[1]], x[..., cos_sin.shape[1] :]
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
-    a, b = a * cos - b * sin, b * cos + a * sin
+    a, b = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
     pairs = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    return torch.cat((pairs, rest), -1)
+    return torch.cat((pairs, rest), -1) if rest.shape[-1] else pairs
 
 
 def _packed(step: Step) -> Step:
