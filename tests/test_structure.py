@@ -51,14 +51,15 @@ ARROWS: dict[str, set[str]] = {
     "cascade": {"derivatives", "ops", "tracing", "validation", "dispatch", "operands", "problem", "numerics", "device"},
     "api": {"backends", "calls", "cascade", "derivatives", "dispatch", "fp8", "numerics", "operands", "ops", "problem"}
     | {"sharded", "tile_masks", "tracing", "validation"},
-    "kv": {"fp8", "api", "canonical", "cascade", "derivatives", "dispatch", "plan", "problem"},
+    "kv": {"fp8", "api", "canonical", "cascade", "derivatives", "dispatch", "plan", "problem", "validation"},
     "backends": SPINE | {"fp8"},
     "plan": SPINE | {"fp8", "tile_masks", "validation", "dispatch", "cascade", "figures"},
     "testing": SPINE | {"fp8", "tile_masks", "api", "__init__", "backends", "dispatch", "validation"},
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
     "bench": {"api", "device", "testing"},
-    "distributed": SPINE | {"backends", "canonical", "derivatives", "dispatch", "ops", "tracing", "validation"},
+    "distributed": SPINE
+    | {"api", "backends", "canonical", "derivatives", "dispatch", "fp8", "ops", "tracing", "validation"},
     "cli": SPINE
     | {"api", "__init__", "plan", "dispatch", "backends", "bench", "validation"}
     | {"distributed", "explorer", "figures", "fp8"},

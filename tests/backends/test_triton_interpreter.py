@@ -51,6 +51,7 @@ FILES = (
     str(HERE.with_name("test_triton_decode.py")),
     str(HERE.with_name("test_triton_prefix.py")),
     str(HERE.parents[1] / "kv" / "test_triton_serving.py"),
+    str(HERE.parents[1] / "kv" / "test_triton_rotated.py"),
 )
 
 

@@ -11,10 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import decoding_worker
 import dtensor_worker
 import worker
 
-RUNS = {"context_parallel": (worker, (1, 2, 3, 4)), "dtensors": (dtensor_worker, (2,))}
+RUNS = {
+    "context_parallel": (worker, (1, 2, 3, 4)),
+    "decoding": (decoding_worker, (1, 2, 3)),
+    "dtensors": (dtensor_worker, (2,)),
+}
 
 
 def run(name: str, world: int, folder: Path) -> None:

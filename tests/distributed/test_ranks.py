@@ -1,4 +1,4 @@
-"""Context parallelism on 1 to 4 gloo ranks, DTensors on 2: one process forks the ranks, which run all checks."""
+"""Context parallelism, decoding and DTensors on 1 to 4 gloo ranks, forked from one process, which run all checks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ REPORTS = {
     "context_parallel-2": 48,
     "context_parallel-3": 30,
     "context_parallel-4": 22,
+    "decoding-1": 25,
+    "decoding-2": 27,
+    "decoding-3": 28,
     "dtensors-2": 12,
 }
 

@@ -28,6 +28,7 @@ __all__ = [
     "Measuring",
     "Prefixes",
     "Quantising",
+    "Rotating",
     "Serving",
     "TileMasking",
     "TileShape",
@@ -237,6 +238,16 @@ class Quantising(Protocol):
 
     def quantize(self, x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Returns (data, scale)."""
+
+
+@runtime_checkable
+class Rotating(Protocol):
+    """A backend with one kernel that normalises and rotates q and k and writes k and v: see tilewise.kv.rotated."""
+
+    def append_rotated(
+        self, tensors: Sequence[Tensor | None], *, interleaved: bool, norm_eps: float | None, in_place: bool
+    ) -> None:
+        """Takes the fields of `tilewise.kv.rotated.Step`. `in_place`: out is q."""
 
 
 @runtime_checkable

@@ -4,10 +4,12 @@
     q, k, v = (shard(t, mesh) for t in (q, k, v))
     out = context_parallel_attention(q, k, v, mesh, causal=True)
 
-`predict` estimates time and memory of a step on 1 to 1024 devices, and which method is better for a link.
+`context_parallel_decode` serves from pages that are dealt out to the ranks. `predict` estimates time and memory of a
+step on 1 to 1024 devices, and which method is better for a link.
 """
 
 from tilewise.distributed.attention import context_parallel_attention
+from tilewise.distributed.decoding import context_parallel_decode, local_seqlens, local_slots
 from tilewise.distributed.scaling import LINKS, Prediction, compare, predict
 from tilewise.distributed.sharding import position_ids, shard, unshard
 from tilewise.distributed.transport import PeerFailure
@@ -18,6 +20,9 @@ __all__ = [
     "Prediction",
     "compare",
     "context_parallel_attention",
+    "context_parallel_decode",
+    "local_seqlens",
+    "local_slots",
     "position_ids",
     "predict",
     "shard",

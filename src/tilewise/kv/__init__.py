@@ -2,5 +2,6 @@
 
 from tilewise.kv.book import CacheStats, PageBook
 from tilewise.kv.cache import PagedKVCache
+from tilewise.kv.rotated import append_rotated, rotary_table
 
-__all__ = ["CacheStats", "PageBook", "PagedKVCache"]
+__all__ = ["CacheStats", "PageBook", "PagedKVCache", "append_rotated", "rotary_table"]

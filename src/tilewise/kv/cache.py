@@ -30,6 +30,7 @@ from tilewise.fp8.container import Fp8Tensor
 from tilewise.kv.book import CacheStats, PageBook, Step, sizes_of, within
 from tilewise.kv.groups import PrefixGroups
 from tilewise.kv.quantised import SOURCES, append_quantised, new_scales
+from tilewise.kv.rotated import append_rotated
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
 from tilewise.problem import MAX_HEAD_DIM
@@ -206,22 +207,51 @@ class PagedKVCache:
         Once every layer is written, a layer may be written again (to warm up, or after an error), also under graph
         capture, as long as its pages belong to their requests alone.
         """
-        batch, layer = self._running(), self._number(layer)
-        self._refuse_finished()
+        layer, slots = self._ready(layer, k, v)
         k_pages, v_pages = self.pages(layer)
-        for name, new, pages in (("k", k, k_pages), ("v", v, v_pages)):
-            self._check_rows(name, new, pages, len(batch.slots))
-        if len(self._written) == len(self.k):
-            self._refuse_written(layer)
         if self._scales is None:
-            write_rows(k, v, k_pages, v_pages, batch.slots)
+            write_rows(k, v, k_pages, v_pages, slots)
         else:
             k_scale, v_scale = self._scales
-            append_quantised((k, v), (k_pages, v_pages), (k_scale[layer], v_scale[layer]), batch.slots)
-        if not self._capturing():
-            self._written.add(layer)
-            if len(self._written) == len(self.k):
-                self.book.commit()
+            append_quantised((k, v), (k_pages, v_pages), (k_scale[layer], v_scale[layer]), slots)
+        self._note_written(layer)
+
+    def append_rotated(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        *,
+        layer: int = 0,
+        interleaved: bool = False,
+        norm_eps: float | None = None,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`append` with k normalised and rotated; returns q likewise. See `tilewise.kv.append_rotated`."""
+        layer, slots = self._ready(layer, k, v)
+        k_scale, v_scale = (None, None) if self._scales is None else (scale[layer] for scale in self._scales)
+        turned = append_rotated(
+            q,
+            k,
+            v,
+            *self.pages(layer),
+            slots,
+            positions,
+            cos_sin,
+            interleaved=interleaved,
+            norm_eps=norm_eps,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+        )
+        self._note_written(layer)
+        return turned
 
     def mark_written(self) -> None:
         """Tells the cache that a replayed graph appended every layer of the running step, on the current stream."""
@@ -377,6 +407,22 @@ class PagedKVCache:
             missing = sorted(set(range(len(self.k))) - self._written)
             fix = f"Append layers {missing}, or free request {waiting[0]}."
             raise InvalidProblem("step", "every layer of the step before appended", f"{len(missing)} missing", fix)
+
+    def _ready(self, layer: int, k: Tensor, v: Tensor) -> tuple[int, Tensor]:
+        """Check that these rows of a layer can be appended; returns the layer's number and the rows' slots."""
+        batch, layer = self._running(), self._number(layer)
+        self._refuse_finished()
+        for name, new, pages in zip(("k", "v"), (k, v), self.pages(layer), strict=True):
+            self._check_rows(name, new, pages, len(batch.slots))
+        if len(self._written) == len(self.k):
+            self._refuse_written(layer)
+        return layer, batch.slots
+
+    def _note_written(self, layer: int) -> None:
+        if not self._capturing():
+            self._written.add(layer)
+            if len(self._written) == len(self.k):
+                self.book.commit()
 
     def _refuse_finished(self) -> None:
         assert self._step is not None

@@ -179,6 +179,14 @@ class TritonBackend(GpuBackend):
 
         serving.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
+    def append_rotated(
+        self, tensors: Sequence[Tensor | None], *, interleaved: bool, norm_eps: float | None, in_place: bool
+    ) -> None:
+        """Normalises and rotates q and k, writes k and v: see tilewise.kv.rotated."""
+        from tilewise.backends.triton import rotating
+
+        rotating.append_rotated(tensors, interleaved=interleaved, norm_eps=norm_eps, in_place=in_place)
+
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups. Where rows alone fill the device, the ordinary kernels do."""
         launch = importlib.import_module("tilewise.backends.triton.prefix")

@@ -131,6 +131,34 @@ def encoded(x, factor, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def raise_scale(
+    codes, scale_ptr, largest, place, count, slot_stride, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Raise the scale of one (page, head) for `count` new rows from slot `place` on, of magnitudes up to `largest`, and
+    rescale the other rows. Returns 1 / scale.
+    """
+    cols, within = tl.arange(0, COLUMNS), tl.arange(0, ROWS)
+    held = tl.load(scale_ptr)
+    # The first row of a page resets its scale: the old contents belong to no sequence.
+    held = tl.where(place == 0, AMAX_FLOOR, held)
+    scale = tl.maximum(held, power_of_two(largest))
+    # Every warp has read the old scale before one of them writes the new one.
+    tl.debug_barrier()
+    tl.store(scale_ptr, scale)
+    if (scale > held) & (place > 0):
+        ratio = tl.div_rn(held, scale)
+        for first in tl.range(0, PAGE_SIZE, ROWS):
+            at = first + within
+            old = (at < PAGE_SIZE) & ((at < place) | (at >= place + count))
+            there = codes + at[:, None] * slot_stride + cols[None, :]
+            inside = old[:, None] & (cols < DIM)[None, :]
+            values = e4m3_values(tl.load(there, mask=inside, other=0), HARDWARE)
+            tl.store(there, encoded(values, ratio, HARDWARE), mask=inside)
+    return tl.div_rn(1.0, scale)
+
+
+@triton.jit
 def append_to_page(
     new, codes, scale_ptr, place, count, new_stride, slot_stride, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr,
@@ -144,21 +172,8 @@ def append_to_page(
         x = tl.load(new + at[:, None] * new_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         size = tl.abs(x)
         largest = tl.maximum(largest, tl.max(tl.where(size <= LARGEST, size, 0.0)))
-    held = tl.load(scale_ptr)
-    # The first row of a page resets its scale: the old contents belong to no sequence.
-    held = tl.where(place == 0, AMAX_FLOOR, held)
-    scale = tl.maximum(held, power_of_two(largest))
-    tl.store(scale_ptr, scale)
-    if (scale > held) & (place > 0):
-        ratio = tl.div_rn(held, scale)
-        for first in tl.range(0, PAGE_SIZE, ROWS):
-            at = first + within
-            old = (at < PAGE_SIZE) & ((at < place) | (at >= place + count))
-            there = codes + at[:, None] * slot_stride + cols[None, :]
-            inside = old[:, None] & (cols < DIM)[None, :]
-            values = e4m3_values(tl.load(there, mask=inside, other=0), HARDWARE)
-            tl.store(there, encoded(values, ratio, HARDWARE), mask=inside)
-    inverse = tl.div_rn(1.0, scale)
+    inverse = raise_scale(
+        codes, scale_ptr, largest, place, count, slot_stride, PAGE_SIZE, DIM, COLUMNS, ROWS, HARDWARE)  # fmt: skip
     for first in tl.range(0, count, ROWS):
         at = first + within
         inside = (at < count)[:, None] & (cols < DIM)[None, :]
