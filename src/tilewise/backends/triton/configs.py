@@ -17,7 +17,7 @@ from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
 Pass = Literal[
-    "forward", "dkdv", "dq", "decode", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq", "twice_dbias"
+    "forward", "dkdv", "dq", "decode", "latent", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq", "twice_dbias"
 ]  # fmt: skip
 
 
@@ -49,6 +49,8 @@ class Config:
     paired: bool = False
 
 
+# The most columns of K or V in a tile.
+MOST_COLUMNS = 512
 # tl.dot takes no inner dimension below this. The sides of a tile are powers of two.
 MIN_DOT_SIDE = 16
 # Keys in the largest tile of the tables. Pages of a multiple of it are never gathered row by row.
@@ -66,6 +68,8 @@ DECODE_SHARED = 7 << 10
 # the memory bandwidth.
 REGISTER_LIMIT = {1: 3, 2: 3, 4: 2}
 BUSY = {1: 3.0, 2: 1.4, 4: 1.4}
+# From so many query heads per K/V head on, a latent of up to MOST_COLUMNS is read once for K and V.
+LATENT_GROUP = 16
 # Smallest tile of e4m3 keys that is worth cutting out of a page so that it has a single scale.
 SHARING = 64
 
@@ -348,6 +352,11 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
         },
         4: {64: Config(16, 32, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 4, 2), 512: Config(16, 16, 4, 1)},
     },
+    # Keys in two parts, by the columns of V. Of a latent V is the first of them.
+    "latent": {
+        2: {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 8, 2), 512: Config(16, 32, 8, 2)},
+        4: {64: Config(16, 32, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 8, 1), 512: Config(16, 16, 8, 1)},
+    },
     "dbias": {
         2: {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 8, 1), 512: Config(16, 16, 8, 1)},
         4: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1), 512: Config(16, 16, 8, 1)},
@@ -462,6 +471,8 @@ def _duration(num_sms: int, programs: int, busy: float, rows: int, tiles: int, s
 
 def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) -> Config:
     """The tile of one pass."""
+    if direction == "latent":
+        return choose(direction, device, element_size(problem), padded(problem.head_dim_v), rich=False)
     width = max(tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
     # Elsewhere than on Hopper, the larger tiles of problems without a tile mask would spill.
     rich = is_rich(problem, direction) or (problem.tiles_shape is not None and not device.has_wgmma)
@@ -509,6 +520,17 @@ def tile_widths(head_dim: int, head_dim_v: int, *, halved: bool = False) -> tupl
     least = 2 * MIN_DOT_SIDE if halved else MIN_DOT_SIDE
     width, width_v = max(least, padded(head_dim)), max(least, padded(head_dim_v))
     return (width, width) if width == width_v else (max(64, width), max(64, width_v))
+
+
+def is_parted(problem: AttentionProblem) -> bool:
+    """Whether columns of K are two tiles: those of a latent that are V too, or those that fit a tile, and the others.
+
+    One of 16 query heads and more is read once for all of them. Only the decode kernel takes keys in parts.
+    """
+    if problem.head_dim > MOST_COLUMNS:
+        return True
+    plain = not (problem.needs_grad or problem.higher or problem.fp8 or problem.tiles_shape is not None)
+    return problem.latent and plain and problem.group_size >= LATENT_GROUP
 
 
 def is_transformed(problem: AttentionProblem) -> bool:

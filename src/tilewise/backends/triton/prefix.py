@@ -29,7 +29,7 @@ from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawVie
 from tilewise.backends.gpu.symbols import Address, KernelCall, Tile, renamed
 from tilewise.backends.triton.arguments import Views, packed_rows, scale_arguments, score_arguments, single_address
 from tilewise.backends.triton.configs import Config
-from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state
+from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state, load_query_rows
 from tilewise.backends.triton.planning import Plan, Rows, of_rows, plan_for
 from tilewise.backends.triton.primitives import (
     LN2,
@@ -86,8 +86,7 @@ def prefix_kernel(
     if T.FP8:
         q_tile = load_query_columns(None, q_rows, group, head, m_idx, row_ok, T)
     else:
-        d_idx = tl.arange(0, T.BLOCK_D)[None, :]
-        q_tile = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.HEAD_DIM), other=0.0)
+        q_tile = load_query_rows(q_rows, row_ok, T)
     terms = score_terms(None, None, None, None, group, head[:, None], m_idx[:, None], count, T)
     row_max, row_sum = initial_state(None, head, False, scalars, BLOCK_M, T)
     tiles = (seqlen_k + BLOCK_N - 1) // BLOCK_N
