@@ -85,9 +85,12 @@ class TritonBackend(GpuBackend):
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """The forward tile."""
-        from tilewise.backends.triton.configs import config_of, is_parted
+        from tilewise.backends.triton.configs import config_of, is_parted, latent_config
 
-        config = config_of(problem, device, "latent" if is_parted(problem) else "forward")
+        if is_parted(problem):
+            config = latent_config(problem, device, problem.seqlen_q * problem.group_size)
+        else:
+            config = config_of(problem, device, "forward")
         return TileShape(config.block_m, config.block_n)
 
     def fp8_path(self, problem: AttentionProblem) -> str:

@@ -17,7 +17,8 @@ from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
 Pass = Literal[
-    "forward", "dkdv", "dq", "decode", "latent", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq", "twice_dbias"
+    "forward", "dkdv", "dq", "decode", "latent", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq",
+    "twice_dbias",
 ]  # fmt: skip
 
 
@@ -352,11 +353,6 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
         },
         4: {64: Config(16, 32, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 4, 2), 512: Config(16, 16, 4, 1)},
     },
-    # Keys in two parts, by the columns of V. Of a latent V is the first of them.
-    "latent": {
-        2: {64: Config(16, 64, 4, 3), 128: Config(16, 64, 4, 3), 256: Config(16, 32, 8, 2), 512: Config(16, 32, 8, 2)},
-        4: {64: Config(16, 32, 4, 2), 128: Config(16, 32, 4, 2), 256: Config(16, 16, 8, 1), 512: Config(16, 16, 8, 1)},
-    },
     "dbias": {
         2: {64: Config(64, 64, 4, 1), 128: Config(64, 64, 8, 1), 256: Config(32, 32, 8, 1), 512: Config(16, 16, 8, 1)},
         4: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1), 512: Config(16, 16, 8, 1)},
@@ -365,6 +361,26 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
         2: {64: Config(32, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)},
         4: {64: Config(16, 16, 4, 1), 128: Config(16, 16, 8, 1)},
     },
+}
+
+# Decoding with keys in two parts, by element size and the columns of the first one: tiles in the order of their rows.
+# The first that holds all rows of a group is taken, or several of the last one. Of a latent the first part is also V.
+_LATENT: dict[int, dict[int, tuple[Config, ...]]] = {
+    2: {
+        64: (Config(16, 64, 4, 3), Config(32, 64, 4, 3)),
+        128: (Config(16, 64, 4, 3), Config(32, 64, 4, 3)),
+        256: (Config(16, 32, 4, 3), Config(32, 32, 4, 2)),
+        512: (Config(16, 32, 4, 2), Config(32, 32, 8, 2)),
+    },
+    4: {64: (Config(16, 32, 4, 2),), 128: (Config(16, 32, 4, 2),), 256: (Config(16, 16, 8, 1),),
+        512: (Config(16, 16, 8, 1),)},
+}  # fmt: skip
+# On Hopper, in addition: 64 rows, of which wgmma takes four warps' worth.
+_LATENT_HOPPER: Table = {
+    64: Config(64, 64, 4, 3, descriptors=True),
+    128: Config(64, 64, 4, 3, descriptors=True),
+    256: Config(64, 64, 8, 2, descriptors=True),
+    512: Config(64, 64, 8, 2, descriptors=True),
 }
 
 # The rows replaced at present; the last of the list count. In all threads: autograd runs a backward in its own.
@@ -471,8 +487,6 @@ def _duration(num_sms: int, programs: int, busy: float, rows: int, tiles: int, s
 
 def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) -> Config:
     """The tile of one pass."""
-    if direction == "latent":
-        return choose(direction, device, element_size(problem), padded(problem.head_dim_v), rich=False)
     width = max(tile_widths(problem.head_dim, problem.head_dim_v, halved=bool(problem.fp8)))
     # Elsewhere than on Hopper, the larger tiles of problems without a tile mask would spill.
     rich = is_rich(problem, direction) or (problem.tiles_shape is not None and not device.has_wgmma)
@@ -482,6 +496,20 @@ def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) ->
     measured = problem.kind == "dense" and problem.group_size == 1
     replaced = direction in (overrides() or {})
     return config if measured or replaced else replace(config, heads_per_wave=None)
+
+
+def latent_config(problem: AttentionProblem, device: DeviceSpec, rows: int) -> Config:
+    """The tile of decoding with keys in two parts, for groups of so many (token, head) rows."""
+    override = (overrides() or {}).get("latent")
+    if override is not None:
+        return override
+    itemsize = element_size(problem)
+    width = max(64, padded(problem.head_dim_v)) if problem.latent else MOST_COLUMNS
+    tiles = _LATENT[itemsize][width]
+    # Next to values of their own, keys and queries of so many rows do not fit shared memory.
+    if device.has_wgmma and itemsize == 2 and problem.latent:
+        tiles += (_LATENT_HOPPER[width],)
+    return next((tile for tile in tiles if tile.block_m >= rows), tiles[-1])
 
 
 def _kinds(problem: AttentionProblem, direction: Pass) -> tuple[Kind, ...]:

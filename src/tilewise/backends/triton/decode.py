@@ -1,9 +1,9 @@
 """Decode: few query tokens against many keys (split-KV). A second kernel merges the partial results.
 
 Grid: (tile of rows, split, K/V head, sequence), tiles fastest, so that concurrent programs read the same keys. A row is
-a (token, head of a K/V head's group) pair, so each K/V tile is read once for all heads of a group, and few tokens of few
-heads are one tile. Of a latent, whose first columns are the values, a tile is also read once for K and V. The number of
-splits depends on shapes and device only, so results are repeatable.
+a (token, head of a K/V head's group) pair, so each K/V tile is read once for all heads of a group. Of a latent, whose
+first columns are the values, a tile is also read once for K and V. The number of splits depends on shapes and device
+only, so results are repeatable.
 """
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
@@ -39,15 +39,16 @@ from tilewise.backends.triton.primitives import (
 from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 
-@triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_splits", "num_blocks"])
+@triton.jit(do_not_specialize=["page_rows", "sizes", "band", "scalars", "num_splits", "num_blocks"])
 def decode_kernel(
-    q, k, v, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias, mask, alibi_slopes, sinks,
-    seed_ptr, lengths, sizes, band, scalars, num_splits, num_blocks,
+    q, k, v, k_descs, page_rows, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias, mask,
+    alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars, num_splits, num_blocks,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one split of the keys for a tile of rows of a (group of heads, sequence); final unless SPLIT.
-    `num_blocks` tiles hold the rows of the longest sequence; None: one does.
+    `num_blocks` tiles hold the rows of the longest sequence; None: one does. `k_descs`: descriptors of both parts of K,
+    of which a page takes `page_rows` rows, or None.
     """
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
     program = tl.program_id(0)
@@ -76,7 +77,7 @@ def decode_kernel(
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_source = (k, k_base, table, None, 0, 0, scaling(k_scale, batch_idx, kv_head, T))
+    k_source = (k, k_base, table, k_descs, page_rows, kv_head * k.stride_head, scaling(k_scale, batch_idx, kv_head, T))
     v_source = (v, v_base, table, None, 0, 0, scaling(v_scale, batch_idx, kv_head, T))
     if T.FP8:
         q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T)

@@ -81,18 +81,23 @@ def load_query_rows(q_rows, row_ok, T: tl.constexpr):
 @triton.jit
 def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
     """(q.k of a tile of keys, the tile if it is read as values too). A source whose column is None is a box descriptor
-    with coordinates. Keys with a tail are two tiles; of a latent, the first one is also V.
+    with coordinates. Keys with a tail are two tiles, with a descriptor each; of a latent, the first one is also V.
     """
     if T.FP8:
         return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T), None
     elif k_source[5] is None:
         return dot(q, tl.trans(load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)), T), None
     elif T.BLOCK_TAIL > 0:
-        rows, base, table, _desc, _row, _col, scaling = k_source
-        tail_source = (rows, base + T.FIRST_DIM, table, None, 0, 0, scaling)
-        TAIL: tl.constexpr = T.HEAD_DIM - T.FIRST_DIM
-        k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.FIRST_DIM, T.BLOCK_D, T)
-        tail = load_keys(tail_source, pages, first, seqlen_k, EDGE, BLOCK_N, TAIL, T.BLOCK_TAIL, T)
+        rows, base, table, descs, row, col, scaling = k_source
+        if descs is None:
+            source = (rows, base, table, None, row, col, scaling)
+            tail_source = (rows, base + T.FIRST_DIM, table, None, row, col, scaling)
+        else:
+            source = (rows, base, table, descs[0], row, col, scaling)
+            tail_source = (rows, base + T.FIRST_DIM, table, descs[1], row, col + T.FIRST_DIM, scaling)
+        tail_dim: tl.constexpr = T.HEAD_DIM - T.FIRST_DIM
+        k_tile = load_keys(source, pages, first, seqlen_k, EDGE, BLOCK_N, T.FIRST_DIM, T.BLOCK_D, T)
+        tail = load_keys(tail_source, pages, first, seqlen_k, EDGE, BLOCK_N, tail_dim, T.BLOCK_TAIL, T)
         return dot_add(q[1], tl.trans(tail), dot(q[0], tl.trans(k_tile), T), T), k_tile
     else:
         k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)

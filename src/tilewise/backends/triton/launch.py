@@ -38,6 +38,7 @@ from tilewise.backends.triton.arguments import (
     listing_arguments,
     packed_rows,
     page_rows,
+    part_descriptors,
     query_descriptors,
     query_rows,
     scale_arguments,
@@ -466,6 +467,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
     blocks = plan.row_blocks
     arguments |= {"SPLIT_KEYS": plan.split_keys, "num_blocks": blocks if blocks > 1 else None}
+    arguments |= part_descriptors(plan, arguments, config)
     call = tiled(decode.decode_kernel, blocks * splits * problem.num_kv_heads * problem.batch, arguments, config)
     return [call, _combine_call(plan, views, parts)] if num_out else [call]
 

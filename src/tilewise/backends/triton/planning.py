@@ -136,8 +136,8 @@ class Traits:
     *_SHARED_ROWS rows share a scale, 0 means all rows of a head. E4M3_INSTRUCTION: the device has a conversion
     instruction. OWN_LISTS: heads that share K and V have tile masks of their own.
 
-    BLOCK_TAIL: columns of K from FIRST_DIM on are a tile of their own, so wide; 0 where BLOCK_D holds all of K. LATENT: V
-    is the tile of the first columns.
+    BLOCK_TAIL: columns of K from FIRST_DIM on are a tile of their own, so wide; 0 where BLOCK_D holds all of K. LATENT:
+    V is the tile of the first columns.
     """
 
     PACKED_Q: bool
@@ -214,10 +214,12 @@ class Plan(NamedTuple):
 
     @property
     def decode_config(self) -> Config:
-        """The tile of decoding: as many rows as there are, up to MAX_DECODE_ROWS."""
-        config = self.config("latent" if self.traits.BLOCK_TAIL else "decode")
-        rows = min(self.sizes.seqlen_q * self.problem.group_size, MAX_DECODE_ROWS)
-        return replace(config, block_m=max(config.block_m, triton.next_power_of_2(max(rows, 1))))
+        """The tile of decoding. Several hold the rows of keys in two parts, otherwise one does."""
+        rows = max(1, self.sizes.seqlen_q * self.problem.group_size)
+        if self.traits.BLOCK_TAIL:
+            return configs.latent_config(self.problem, self.device, rows)
+        config = self.config("decode")
+        return replace(config, block_m=max(config.block_m, triton.next_power_of_2(rows)))
 
     @property
     def row_blocks(self) -> int:
@@ -282,7 +284,9 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
     config = plan.decode_config
     itemsize = element_size(problem)
     columns = traits.BLOCK_D + traits.BLOCK_TAIL + (0 if traits.LATENT else traits.BLOCK_DV)
-    programs = configs.decode_programs(config, device, itemsize, columns)
+    # Tiles of 64 rows keep queries in shared memory and fill the registers of an SM.
+    tall = traits.BLOCK_TAIL > 0 and config.block_m >= MAX_DECODE_ROWS
+    programs = 1 if tall else configs.decode_programs(config, device, itemsize, columns)
     tiles = triton.cdiv(problem.seqlen_k, config.block_n)
     rows = problem.batch * problem.num_kv_heads * plan.row_blocks
     return plan._replace(num_splits=configs.num_splits(device, itemsize, programs, rows, tiles))
