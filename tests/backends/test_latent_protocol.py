@@ -102,7 +102,7 @@ def test_p_that_is_not_waited_for_is_found(
 
     monkeypatch.setattr(ring, "wait", wait_long)
     monkeypatch.setattr(ring, method, lambda *_: None)
-    case = DENSE["window"]
+    case = Case(**WIDTHS, heads=(16, 1), seqlens=(1, 700))
     problem, operands = latent(case.problem, case.inputs())
     with pytest.raises((AssertionError, RuntimeError)):
         check(case, operands, *attend(problem, operands))

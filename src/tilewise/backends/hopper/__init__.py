@@ -41,8 +41,8 @@ LISTED_HEAD_DIM = 128
 FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
 
 
-# Latents: V is LATENT_DIM_V columns of keys that have up to LATENT_REST more, and up to LATENT_ROWS query rows a K/V head
-# share one tile of them in CTAs of 64 rows.
+# Latents: V is LATENT_DIM_V columns of keys that have up to LATENT_REST more. CTAs of 64 rows read them for up to
+# MAX_LATENT_ROWS query rows a K/V head at the same time.
 LATENT_DIM_V, LATENT_REST, MAX_LATENT_ROWS = 512, 64, 512
 
 

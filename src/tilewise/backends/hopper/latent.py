@@ -1,15 +1,15 @@
 """Decoding from latents for sm_90: many query heads on keys of 576 columns, of which the first 512 are the values.
 
-Grid: (shares of the key tiles, tiles of 64 query rows). A row is a (token, head of the K/V head's group) pair. A share is
-one contiguous part of the key tiles of all (sequence, K/V head) items, see decode_schedule.py; the CTAs of all row tiles
-read it at the same time, so it comes from memory once. Roles, one function each:
+Grid: (shares of the key tiles, tiles of 64 query rows). A row is a (token, head of the K/V head's group) pair. A share
+is one contiguous part of the key tiles of all (sequence, K/V head) items, see decode_schedule.py. The CTAs of all row
+tiles read it at the same time, so it comes from memory once. Roles, one function each:
   producer   one warp: feeds a ring of two latent tiles (64 keys) by TMA, in boxes of 64 columns
   left       one warpgroup: S = Q K^T and the softmax; hands P and the rescaling factors to the other warpgroup through
              shared memory; O[:, :256] += P V[:, :256]
   right      one warpgroup: O[:, 256:] += P V[:, 256:]
-A tile is loaded once for K, V and all 64 rows. O takes 128 registers of a thread in each warpgroup. Shared memory holds Q
-(72 KiB), two tiles (144 KiB) and P (8 KiB), which leaves no room for a third tile: `left` issues S of the next tile right
-behind its product with V, so that the tensor cores go on while the tile before is given back and loaded anew.
+A tile is loaded once for K, V and all 64 rows. O takes 128 registers of a thread in each warpgroup. Shared memory holds
+Q (72 KiB), two tiles (144 KiB) and P (8 KiB), and has no room for a third tile. `left` issues S of the next tile right
+behind its product with V: the tensor cores go on while the tile before is released and loaded again.
 
 An item whose tiles all lie in one share is finished there. For other items every share writes a part (unnormalised O,
 maxima, sums) into the workspace, and `merge_latent_kernel` merges them in key order. So results repeat.
@@ -260,7 +260,7 @@ def left(
         pipe.rows_smem.index(1).store(total)
         pipe.p_ring.signal(turn)
         turn = turn.next()
-        part = part_of(program, tile, C)
+        part = part_of(program, tile)
         num_parts = 1
         from_program = program
         if steps < count:
@@ -319,7 +319,7 @@ def right(out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C: gl.constexpr)
         pipe.p_ring.release(turn)
         turn = turn.next()
         store_half(
-            acc, top, total, steps == count, out, lse, sinks_ptr, parts_ptr, part_of(program, tile, C), batch_idx,
+            acc, top, total, steps == count, out, lse, sinks_ptr, parts_ptr, part_of(program, tile), batch_idx,
             q_start, seqlen_q, head, 1, C)  # fmt: skip
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
@@ -331,7 +331,7 @@ def right(out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C: gl.constexpr)
 
 
 @gluon.jit
-def part_of(program, tile, C: gl.constexpr):
+def part_of(program, tile):
     """The number of this CTA's part of an item: a share ends inside one item (part 1) and begins inside another (0)."""
     return gl.program_id(1) * (2 * gl.num_programs(0)) + 2 * program + gl.where(tile == 0, 1, 0)
 
