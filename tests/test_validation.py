@@ -79,12 +79,12 @@ MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
         "0",
     ),
     "head_dim_v 0": (tw.attention, dense(v=torch.zeros(2, 2, 7, 0)), "head_dim_v", "at least 1", "0"),
-    "head_dim 513": (
+    "head_dim 577": (
         tw.attention,
-        dense(q=torch.zeros(2, 4, 5, 513), k=torch.zeros(2, 2, 7, 513)),
+        dense(q=torch.zeros(2, 4, 5, 577), k=torch.zeros(2, 2, 7, 577)),
         "head_dim",
-        "at most 512",
-        "513",
+        "at most 576",
+        "577",
     ),
     "dtypes differ": (tw.attention, dense(k=torch.zeros(2, 2, 7, 8).half()), "k", "dtype torch.float32", "float16"),
     "integers": (tw.attention, dense(q=torch.zeros(2, 4, 5, 8).int()), "q", "float16 or bfloat16", "int32"),

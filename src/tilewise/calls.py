@@ -1,9 +1,9 @@
 """Caches validation and launch plans per call signature.
 
 A signature holds the flags, everything torch knows about the tensors except addresses and contents, each address modulo
-16, and whatever else decides the result: grad mode, determinism, settings, a device override. On a hit, a GPU call is a
-lookup here, the allocation of its results, and the launch. Calls that something observes (compilers, modes, transforms,
-subclasses of Tensor) are not cached.
+16, whether k and v start at the same address, and whatever else decides the result: grad mode, determinism, settings, a
+device override. On a hit, a GPU call is a lookup here, the allocation of its results, and the launch. Calls that
+something observes (compilers, modes, transforms, subclasses of Tensor) are not cached.
 
 Host times behind the choices of this file are in bench/results/host-costs.csv, by name.
 """
@@ -57,7 +57,7 @@ class Look:
     are slices of one allocation.
     """
 
-    __slots__ = ("_absent", "_check", "_count", "_distinct", "_offsets", "_present", "_twins")
+    __slots__ = ("_absent", "_check", "_count", "_distinct", "_latent", "_offsets", "_present", "_twins")
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._count = len(tensors)
@@ -72,6 +72,7 @@ class Look:
         self._distinct = _picker(sorted(set(firsts)))
         distinct = self._distinct(present)
         self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
+        self._latent = _is_latent([tensor.data_ptr() for tensor in present])
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
             *distinct,
@@ -101,7 +102,14 @@ class Look:
         if not self._check(*distinct):
             return None
         places = tuple(map(_address, tensors))
+        if _is_latent(places) is not self._latent:
+            return None
         return places if [place % ALIGNMENT for place in places] == self._offsets else None
+
+
+def _is_latent(places: Sequence[int]) -> bool:
+    """Whether the second and third address, those of k and v, are the same: v may then be a view of k's columns."""
+    return places[1:2] == places[2:3]
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -220,15 +228,17 @@ def _are_plain(groups: Any) -> bool:
 
 def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | None:
     looks: list[Any] = []
+    places: list[int] = []
     for tensor in tensors:
         if tensor is None:
             looks.append(None)
         elif (type(tensor) is Tensor or type(tensor) is Parameter) and not (tensor.is_neg() or tensor.is_nested):
             looks += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-            looks.append(tensor.data_ptr() % ALIGNMENT)
+            places.append(tensor.data_ptr())
+            looks.append(places[-1] % ALIGNMENT)
         else:
             return None
-    slot = _slot(family, groups, *looks)
+    slot = _slot(family, groups, _is_latent(places), *looks)
     # Rebuilt where the guards reject tensors with an equal key: autocast, inference mode, or other tensors repeated.
     if slot.look is None or slot.look.places(tensors) is None:
         slot.look = Look(tensors)

@@ -27,7 +27,10 @@ def canonical(problem: AttentionProblem, operands: Operands) -> Operands:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if operands.out is not None:
             rest[OUT - 3] = operands.out.transpose(1, 2)
-    q, k, v = contiguous_last(q), contiguous_last(k), contiguous_last(v)
+    rows = k
+    q, k = contiguous_last(q), contiguous_last(k)
+    # A copied latent is copied once.
+    v = k[..., : problem.head_dim_v] if problem.latent and k is not rows else contiguous_last(v)
     if not (problem.bias_shape or problem.mask_shape or problem.tiles_shape or problem.has_alibi):
         same = q is operands.q and k is operands.k and v is operands.v
         return operands if same else Operands(q, k, v, *rest)

@@ -22,7 +22,7 @@ def dequantised(problem: AttentionProblem, operands: Operands, dtype: torch.dtyp
     """The problem in `dtype` and matching canonical operands. A problem without FP8 is returned unchanged."""
     if not problem.fp8:
         return problem, operands
-    plain = dataclasses.replace(problem, fp8=(), scale_blocks=(None, None, None), dtype=dtype)
+    plain = dataclasses.replace(problem, fp8=(), scale_blocks=(None, None, None), dtype=dtype, latent=False)
     q_block, k_block, v_block = problem.scale_blocks
     q = _rows(problem, operands.q, operands.q_scale, q_block, _query_starts(problem, operands))
     if problem.page_size is not None:

@@ -11,10 +11,11 @@ from typing import Literal
 
 import torch
 
-__all__ = ["MAX_HEAD_DIM", "MAX_SEQLEN", "AttentionProblem", "Kind", "Layout"]
+__all__ = ["MAX_HEAD_DIM", "MAX_HEAD_DIM_V", "MAX_SEQLEN", "AttentionProblem", "Kind", "Layout"]
 
-# The contract's limit for head_dim and head_dim_v, for every backend.
-MAX_HEAD_DIM = 512
+# The contract's limits for head_dim and head_dim_v, for every backend. A latent has 64 columns more than its values.
+MAX_HEAD_DIM = 576
+MAX_HEAD_DIM_V = 512
 # Positions within a sequence, and running totals of packed rows, are int32.
 MAX_SEQLEN = 2**31 - 1
 
@@ -33,7 +34,8 @@ class AttentionProblem:
     "k", "v"); `scale_blocks` are the rows of q, k, v that share a scale (None: all rows of a head; of pages, a page's);
     `dtype` is then the result's. `higher` asks for a pass beyond the backward: a tangent (jvp) or a second derivative.
     `max_logits` asks for the largest score of each head. `batch_invariant`: the bits of a sequence's results may not
-    depend on the other sequences, their number or the device's size.
+    depend on the other sequences, their number or the device's size. `latent`: v is a view of k's first columns, so a
+    kernel may read both at once.
     """
 
     kind: Kind
@@ -69,6 +71,7 @@ class AttentionProblem:
     higher: bool = False
     max_logits: bool = False
     batch_invariant: bool = False
+    latent: bool = False
 
     def __hash__(self) -> int:
         # Only fields that differ between the calls of a program: every cache hashes the problem, and all fields take
@@ -126,5 +129,6 @@ class AttentionProblem:
             "fp8": bool(self.fp8),
             "max_logits": self.max_logits,
             "batch-invariant": self.batch_invariant,
+            "latent": self.latent,
         }
         return tuple(name for name, on in used.items() if on)

@@ -40,6 +40,7 @@ from tilewise.testing.results import dropout_seed
 from tilewise.testing.special import (
     fp8_cases,
     largest_cases,
+    latent_cases,
     padded_cases,
     repeatable_cases,
     special_cases,
@@ -149,6 +150,11 @@ def test_tangents_and_second_derivatives_repeat_their_bits(case: Case, backend: 
 
 @over(fp8_cases)
 def test_fp8(case: Case, backend: str, device: str) -> None:
+    check(*runnable(case, backend, device))
+
+
+@over(latent_cases)
+def test_latents(case: Case, backend: str, device: str) -> None:
     check(*runnable(case, backend, device))
 
 

@@ -90,6 +90,19 @@ class Fp8Tensor:
         stored = self.scale[tuple(slice(None) if s else slice(0, 1) for s in strides)]
         return replace(self, data=self.data.to(device), scale=stored.to(device).expand(self.scale.shape))
 
+    def first_columns(self, count: int) -> Fp8Tensor:
+        """The first columns of every row, in the same memory and with the same scales: the values of a latent.
+
+        >>> quantize(torch.randn(1, 1, 300, 80)).first_columns(64).shape
+        torch.Size([1, 1, 300, 64])
+        """
+        if not 1 <= count <= self.shape[-1]:
+            raise InvalidProblem("count", f"1 to {self.shape[-1]} columns", count, "Rows have so many columns.")
+        if self.rotated:
+            fix = "Quantise a latent without rotation."
+            raise InvalidProblem("first_columns", "rows that are not rotated", "rotated rows", fix)
+        return replace(self, data=self.data[..., :count])
+
     def dequantize(self, cu_seqlens: Tensor | None = None) -> Tensor:
         """The fp32 tensor it represents, still rotated if it is. Packed rows with several scales need cu_seqlens."""
         return self.data.float() * row_scales(self, cu_seqlens)

@@ -25,7 +25,7 @@ from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.fp8.quantisation import quantize
 from tilewise.kv.shared import shared_prefix_of
 from tilewise.kv.writing import write_rows
-from tilewise.problem import MAX_HEAD_DIM
+from tilewise.problem import MAX_HEAD_DIM_V
 
 __all__ = ["DTYPES", "Batch", "Layer", "Role"]
 
@@ -90,8 +90,8 @@ class Layer:
         role: Role = "decoder",
     ) -> None:
         """`window` counts the keys that a query sees, itself included. A cache in e4m3 has scales, given per call."""
-        if not 1 <= head_dim <= MAX_HEAD_DIM:
-            raise Unsupported(f"head_dim {head_dim}: tilewise takes 1 to {MAX_HEAD_DIM}")
+        if not 1 <= head_dim <= MAX_HEAD_DIM_V:
+            raise Unsupported(f"head_dim {head_dim}: tilewise takes 1 to {MAX_HEAD_DIM_V}")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             fix = "Each K/V head serves the same number of query heads."
             raise InvalidProblem("num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads, fix)

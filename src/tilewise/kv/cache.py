@@ -33,7 +33,7 @@ from tilewise.kv.quantised import SOURCES, append_quantised, new_scales
 from tilewise.kv.rotated import append_rotated
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
-from tilewise.problem import MAX_HEAD_DIM
+from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from tilewise.subclasses import check_class
 
 if TYPE_CHECKING:
@@ -85,9 +85,9 @@ class PagedKVCache:
         num_layers, num_kv_heads, head_dim, width_v = sizes_of(
             num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=width_v
         )
-        if max(head_dim, width_v) > MAX_HEAD_DIM:
-            name = "head_dim" if head_dim > MAX_HEAD_DIM else "head_dim_v"
-            raise InvalidProblem(name, f"at most {MAX_HEAD_DIM}", max(head_dim, width_v), "Split the heads.")
+        for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("head_dim_v", width_v, MAX_HEAD_DIM_V)):
+            if width > most:
+                raise InvalidProblem(name, f"at most {most}", width, "Split the heads.")
         if dtype not in DTYPES:
             expected = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
             raise InvalidProblem("dtype", f"one of {expected}", dtype, "Pages hold what attention reads.")

@@ -162,7 +162,11 @@ def explain(
 def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -> Plan:
     """The plan for operands and flags as the ops take them."""
     readable = _readable(operands)
-    problem = (validation.problem_of if readable else validation.describe)(kind, operands, flags)
+    if readable:
+        problem = validation.problem_of(kind, operands, flags)
+    else:
+        latent = validation.is_latent(operands.k, operands.v)
+        problem = dataclasses.replace(validation.describe(kind, operands, flags), latent=latent)
     spec, here = _locate(operands.q.device, where)
     backend, rejected = _choose(problem, spec, flags.backend, here=here)
     materialises = backend in (None, "reference")
@@ -175,7 +179,8 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
     pairs = round(sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads * share)
     dims = problem.head_dim, problem.head_dim_v
     quantised, unordered = _reported(problem, backend)
-    memory = memory_of(problem, [t.numel() * t.dtype.itemsize for t in operands if t is not None])
+    stored = operands[:2] + operands[3:] if problem.latent else operands
+    memory = memory_of(problem, [t.numel() * t.dtype.itemsize for t in stored if t is not None])
     return Plan(
         problem=problem,
         device=rated,

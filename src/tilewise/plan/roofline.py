@@ -161,7 +161,8 @@ def _behind_cache(problem: AttentionProblem, bands: Bands, grid: TileGrid, spec:
         q, out = (band.seqlen_q * heads * dim * size for dim in (problem.head_dim, problem.head_dim_v))
         lse = band.seqlen_q * heads * problem.accumulate_dtype.itemsize
         keys = len(band.keys_seen(0, band.seqlen_q))
-        kv = keys * kv_heads * (problem.head_dim + problem.head_dim_v) * size
+        columns = problem.head_dim + (0 if problem.latent else problem.head_dim_v)
+        kv = keys * kv_heads * columns * size
         m_blocks, n_blocks = -(-band.seqlen_q // grid.block_m), -(-band.seqlen_k // grid.block_n)
         one = q + kv * _waves(kv // kv_heads, m_blocks * problem.group_size, spec) + out + lse
         if problem.needs_grad:

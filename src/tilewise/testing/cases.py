@@ -35,7 +35,8 @@ class Case:
 
     `bias` and `mask` name a shape by one letter per dimension, "1" where it broadcasts: "bhqk", "1h1k", "qk"; empty is
     none. With `tiles` the mask has empty and full tiles and is given as a TileMask. `grad_of` names the operands that
-    require a gradient (None: all there are, (): forward only). `label` only names the case in reports.
+    require a gradient (None: all there are, (): forward only). With `latent`, v is a view of k's first columns.
+    `label` only names the case in reports.
 
         >>> Case(causal=True, seqlens_q=(3,), seqlens_k=(65,)).id
         'dense-fp32-q3-k65-h2:2-d40:40-causal'
@@ -76,6 +77,7 @@ class Case:
     deterministic: bool | Literal["batch"] = False
     fp8: Quantised = ""
     rotation: bool = False
+    latent: bool = False
     seed: int = 0
     label: str = field(default="", compare=False)
 
@@ -156,7 +158,7 @@ class Case:
 _FEATURES = (
     "causal", "window", "alibi", "softcap", "bias", "bias_holes", "mask", "masked_rows", "tiles", "sinks", "dropout",
     "scale", "layout", "strides", "page_size", "shared_pages", "decode", "padding", "bounds", "values", "grad_of",
-    "cotangents", "expanded_dout", "deterministic", "fp8", "rotation",
+    "cotangents", "expanded_dout", "deterministic", "fp8", "rotation", "latent",
 )  # fmt: skip
 
 

@@ -164,8 +164,10 @@ class _Factory:
         return table, num_pages
 
     def finished(self, inputs: Inputs) -> Inputs:
-        """Add the operands that every kind may have: bias, mask, slopes, sinks; and the odd dout."""
+        """Add the operands that every kind may have: bias, mask, slopes, sinks; the odd dout; the v of a latent."""
         case = self.case
+        if case.latent:
+            inputs = dataclasses.replace(inputs, v=inputs.k[..., : case.head_dim_v])
         extra: dict[str, Tensor] = {}
         if case.bias:
             extra["bias"] = self.bias()

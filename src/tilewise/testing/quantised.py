@@ -18,7 +18,8 @@ def attended(case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
     """q, k and v as the call takes them: containers where the case says so."""
     if not case.fp8:
         return inputs.q, inputs.k, inputs.v
-    k, v = (_keys(case, t, inputs.cu_seqlens_k, rotates=name == "k") for name, t in (("k", inputs.k), ("v", inputs.v)))
+    k = _keys(case, inputs.k, inputs.cu_seqlens_k, rotates=True)
+    v = k.first_columns(case.head_dim_v) if case.latent else _keys(case, inputs.v, inputs.cu_seqlens_k, rotates=False)
     return (inputs.q if case.fp8 == "kv" else _queries(case, inputs)), k, v
 
 

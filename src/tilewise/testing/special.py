@@ -8,7 +8,15 @@ import torch
 
 from tilewise.testing.cases import Case, Values
 
-__all__ = ["fp8_cases", "largest_cases", "padded_cases", "repeatable_cases", "special_cases", "written_cases"]
+__all__ = [
+    "fp8_cases",
+    "largest_cases",
+    "latent_cases",
+    "padded_cases",
+    "repeatable_cases",
+    "special_cases",
+    "written_cases",
+]
 
 
 # Many tiles for every plausible tile size, so that sums that lose digits at each tile show.
@@ -169,6 +177,53 @@ def largest_cases() -> list[Case]:
         "no_batch": dataclasses.replace(packed, seqlens_q=(), seqlens_k=(), padding=3),
     }
     return [dataclasses.replace(case, label=f"largest_{label}") for label, case in named.items()]
+
+
+def latent_cases() -> list[Case]:
+    """Many query heads on a latent, whose first columns are the values: every kind of problem and flag, other widths,
+    and keys of 576 columns with values of their own.
+    """
+    bf16 = torch.bfloat16
+    sizes = {"num_heads": 20, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
+    decode = Case(
+        kind="paged", decode=True, seqlens_q=(1,) * 3, seqlens_k=(300, 0, 70), page_size=64, latent=True, dtype=bf16,
+        grad_of=(), **sizes,  # type: ignore[arg-type]
+    )  # fmt: skip
+    several = dataclasses.replace(decode, decode=False, seqlens_q=(2, 0, 5), causal=True, num_heads=16, padding=2)
+    dense = dataclasses.replace(decode, kind="dense", decode=False, seqlens_q=(1,) * 2, seqlens_k=(140,) * 2)
+    packed = dataclasses.replace(several, kind="varlen", seqlens_k=(90, 3, 70))
+    named = {
+        "decode": decode,
+        "decode_fp16_page_16": dataclasses.replace(decode, dtype=torch.float16, page_size=16, num_heads=128),
+        "decode_fp32_page_3": dataclasses.replace(decode, dtype=torch.float32, page_size=3, num_heads=7),
+        "decode_two_heads": dataclasses.replace(decode, num_kv_heads=2),
+        "decode_split": dataclasses.replace(decode, seqlens_q=(1,), seqlens_k=(1100,), num_heads=16),
+        "decode_window": dataclasses.replace(decode, window=(40, 0), sinks=True),
+        "decode_features": dataclasses.replace(decode, softcap=4.0, alibi="h", bias="b11k", mask="bhqk"),
+        "decode_shared_pages": dataclasses.replace(decode, shared_pages=True, seqlens_k=(130, 200, 70)),
+        "decode_strided": dataclasses.replace(decode, strides="strided_last", seqlens_k=(90, 0, 70)),
+        "decode_transposed": dataclasses.replace(decode, strides="transposed", seqlens_k=(90, 0, 70)),
+        "decode_batch_invariant": dataclasses.replace(decode, deterministic="batch"),
+        "several_tokens": several,
+        "several_tokens_window": dataclasses.replace(several, window=(33, 0), sinks=True, softcap=3.0),
+        "dense": dense,
+        "dense_bshd_causal": dataclasses.replace(dense, layout="bshd", causal=True, seqlens_q=(3,) * 2),
+        "dense_prefill": dataclasses.replace(dense, seqlens_q=(33,), seqlens_k=(70,), causal=True, num_heads=3),
+        "dense_dropout": dataclasses.replace(dense, seqlens_q=(3,) * 2, dropout=0.3, seqlens_k=(70,) * 2),
+        "dense_tiles": dataclasses.replace(dense, seqlens_q=(3,), seqlens_k=(300,), mask="qk", tiles=True),
+        "varlen": packed,
+        "own_values": dataclasses.replace(dense, latent=False),
+        "own_values_paged": dataclasses.replace(several, latent=False),
+        "narrow": dataclasses.replace(several, head_dim=80, head_dim_v=64),
+        "narrow_odd": dataclasses.replace(decode, head_dim=75, head_dim_v=51),
+        "equal_widths": dataclasses.replace(decode, head_dim=96, head_dim_v=96),
+        "gradients": dataclasses.replace(dense, seqlens_q=(5,) * 2, grad_of=None, causal=True, dtype=torch.float32),
+        "gradients_narrow": dataclasses.replace(packed, head_dim=80, head_dim_v=64, grad_of=None),
+        "fp8_decode": dataclasses.replace(decode, fp8="kv"),
+        "fp8_several_tokens": dataclasses.replace(several, fp8="kv"),
+        "fp8_dense_heads": dataclasses.replace(dense, fp8="head"),
+    }
+    return [dataclasses.replace(case, label=f"latent_{label}") for label, case in named.items()]
 
 
 def _empty() -> dict[str, Case]:

@@ -7,6 +7,7 @@ reading them would synchronise with the device.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -51,6 +52,7 @@ __all__ = [
     "check_structure",
     "checked",
     "describe",
+    "is_latent",
     "lasts",
     "normalise",
     "problem_of",
@@ -119,12 +121,12 @@ def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
     """Validate real tensors and describe them. The structural part is cached per combination of specs and flags."""
-    specs = _specs(operands)
+    specs, latent = _specs(operands), is_latent(operands.k, operands.v)
     if not reads_contents(kind, operands):
-        return _describe(kind, specs, flags)
+        return _describe(kind, specs, flags, latent)
     # Structure first: contents are read only from index tensors of the right rank and dtype.
     check_structure(kind, operands, flags)
-    problem = _describe(kind, specs, longest_sequences(operands, flags))
+    problem = _describe(kind, specs, longest_sequences(operands, flags), latent)
     check_values(problem, operands)
     return problem
 
@@ -164,6 +166,17 @@ def _specs(operands: Operands) -> tuple[Spec, ...]:
     return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
 
 
+def is_latent(k: Tensor, v: Tensor) -> bool:
+    """Whether v is a view of the first columns of k, but not of all: k passed twice often stands in for tensors of the
+    same shape. Storages are compared, which fake and meta tensors have too.
+    """
+    if v.shape[-1:] >= k.shape[-1:] or k.stride() != v.stride() or k.shape[:-1] != v.shape[:-1] or k.dtype != v.dtype:
+        return False
+    same = k.untyped_storage()._cdata == v.untyped_storage()._cdata  # noqa: SLF001
+    return same and k.storage_offset() == v.storage_offset()
+
+
 @functools.lru_cache(maxsize=4096)
-def _describe(kind: Kind, specs: tuple[Spec, ...], flags: Flags) -> AttentionProblem:
-    return describe(kind, [None if spec is None else TensorSpec(*spec) for spec in specs], flags)
+def _describe(kind: Kind, specs: tuple[Spec, ...], flags: Flags, latent: bool = False) -> AttentionProblem:
+    problem = describe(kind, [None if spec is None else TensorSpec(*spec) for spec in specs], flags)
+    return dataclasses.replace(problem, latent=True) if latent else problem

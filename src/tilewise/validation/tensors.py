@@ -15,7 +15,7 @@ import torch
 
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
-from tilewise.problem import MAX_HEAD_DIM, MAX_SEQLEN, AttentionProblem, Kind, Layout
+from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V, MAX_SEQLEN, AttentionProblem, Kind, Layout
 from tilewise.tiles import num_tiles
 
 __all__ = ["FLOATS", "TensorSpec", "describe", "public_names"]
@@ -183,9 +183,9 @@ def _check_sizes(sizes: dict[str, int]) -> None:
     for dim, least in LEAST.items():
         if dim in sizes and sizes[dim] < least:
             raise InvalidProblem(dim, f"at least {least}", sizes[dim], "Check the shapes of q, k and v.")
-    for dim in ("head_dim", "head_dim_v"):
-        if sizes[dim] > MAX_HEAD_DIM:
-            raise InvalidProblem(dim, f"at most {MAX_HEAD_DIM}", sizes[dim], "Split the heads.")
+    for dim, most in (("head_dim", MAX_HEAD_DIM), ("head_dim_v", MAX_HEAD_DIM_V)):
+        if sizes[dim] > most:
+            raise InvalidProblem(dim, f"at most {most}", sizes[dim], "Split the heads.")
     if sizes["num_heads"] % sizes["num_kv_heads"] != 0:
         expected = f"a multiple of num_kv_heads ({sizes['num_kv_heads']})"
         raise InvalidProblem(

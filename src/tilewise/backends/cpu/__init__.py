@@ -19,7 +19,7 @@ from tilewise.problem import AttentionProblem
 __all__ = ["BACKEND", "CpuBackend"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 
 
 class CpuBackend:

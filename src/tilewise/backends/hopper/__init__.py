@@ -18,7 +18,7 @@ from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-__all__ = ["BACKEND", "HopperBackend", "decodes"]
+__all__ = ["BACKEND", "HopperBackend", "decodes", "reads_latents"]
 
 DTYPES = (torch.float16, torch.bfloat16)
 # TMA needs strides that are multiples of 16 bytes: 8 elements of 16 bits.
@@ -39,6 +39,11 @@ PAGE_STEP, DECODE_PAGE_STEP = 64, 8
 LISTED_HEAD_DIM = 128
 # e4m3: head dims are multiples of 16 bytes, padded to one of these widths; a scale covers one key tile of 128 rows.
 FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
+
+
+# Latents: V is LATENT_DIM_V columns of keys that have up to LATENT_REST more. CTAs of 64 rows read them for up to
+# MAX_LATENT_ROWS query rows a K/V head at the same time.
+LATENT_DIM_V, LATENT_REST, MAX_LATENT_ROWS = 512, 64, 512
 
 
 class HopperBackend(GpuBackend):
@@ -64,6 +69,8 @@ class HopperBackend(GpuBackend):
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """(query rows, keys) of a forward tile."""
         del device
+        if reads_latents(problem):
+            return TileShape(64, 64)
         if decodes(problem):
             module = importlib.import_module("tilewise.backends.hopper.decode_configs")
             tile = module.decode_config(problem, packed_queries=True)
@@ -119,6 +126,28 @@ def decodes(problem: AttentionProblem) -> bool:
     return few and problem.seqlen_k >= MANY_KEYS and not problem.needs_grad
 
 
+def reads_latents(problem: AttentionProblem) -> bool:
+    """Whether the kernel for latents serves a problem: V is the first columns of K, and both are read at once."""
+    wide = 0 < problem.head_dim - problem.head_dim_v <= LATENT_REST and problem.head_dim_v == LATENT_DIM_V
+    return problem.latent and wide and not (problem.needs_grad or problem.fp8)
+
+
+def _latent_refusals(problem: AttentionProblem) -> Iterator[str]:
+    rows = problem.seqlen_q * problem.group_size
+    if rows > MAX_LATENT_ROWS:
+        yield f"{rows} query rows a K/V head: latents are read for at most {MAX_LATENT_ROWS} at once"
+    if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
+        yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
+    if problem.head_dim % HEAD_DIM_STEP:
+        yield f"head_dim {problem.head_dim} is not a multiple of {HEAD_DIM_STEP}"
+    if problem.tiles_shape is not None:
+        yield "tile mask of latents: their kernel has none"
+    if problem.batch_invariant:
+        yield "deterministic='batch' of latents: shares of the keys that programs read depend on the batch"
+    if problem.max_logits:
+        yield "max_logits of latents: their kernel does not write them"
+
+
 def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     if (outdated := releases.outdated()) is not None:
         yield outdated
@@ -130,7 +159,10 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield f"dtype {problem.dtype} is not float16 or bfloat16"
     if (reason := too_long(problem)) is not None:
         yield reason
-    if decodes(problem):
+    latents = reads_latents(problem)
+    if latents:
+        yield from _latent_refusals(problem)
+    elif decodes(problem):
         yield from _decode_refusals(problem)
     elif problem.page_size is not None:
         yield from _paged_refusals(problem, problem.page_size)
@@ -141,6 +173,10 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     for name in ("alibi", "bias", "mask", "dropout"):
         if name in problem.features:
             yield f"{name} is not compiled into these kernels"
+    if problem.scale <= 0:
+        yield f"scale {problem.scale} is not positive (keys are hidden and the maximum is taken before scaling)"
+    if latents:
+        return
     if problem.tiles_shape is not None:
         yield from _tile_mask_refusals(problem)
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -150,8 +186,6 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield from _invariant_refusals(problem)
     if problem.max_logits and (decodes(problem) or problem.fp8):
         yield "max_logits of few query rows or e4m3 operands: these kernels refer to another number than the maximum"
-    if problem.scale <= 0:
-        yield f"scale {problem.scale} is not positive (keys are hidden and the maximum is taken before scaling)"
     few = not problem.needs_grad and problem.seqlen_q * problem.group_size <= FEW_ROWS
     if few and not decodes(problem):
         yield f"at most {FEW_ROWS} query rows a K/V head fill no warpgroup, and under {MANY_KEYS} keys no decode kernel"

@@ -76,6 +76,16 @@ class Ring:
         return self.ready.index(at.slot)
 
     @gluon.jit
+    def await_free(self, at):
+        """A producer that stores by itself: wait until the slot is free."""
+        mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
+
+    @gluon.jit
+    def signal(self, at):
+        """A producer that stores by itself: what it stored may be read."""
+        mbarrier.arrive(self.ready.index(at.slot), count=1)
+
+    @gluon.jit
     def wait(self, at):
         """Consumer: wait until the slot's bytes have arrived."""
         mbarrier.wait(self.ready.index(at.slot), at.parity)

@@ -85,6 +85,68 @@ class DecodeConfig(DecodeTile):
     CONSUMER_REGS: int = 216
 
 
+@dataclass(frozen=True)
+class LatentConfig:
+    """Everything the kernels for latents are compiled for; names as in DecodeConfig, DV are the columns of V."""
+
+    GROUP_SIZE: int
+    DV: int
+    HEAD_DIM: int
+    HAS_RIGHT: bool
+    HAS_LEFT: bool
+    HAS_SOFTCAP: bool
+    HAS_SINKS: bool
+    IS_UNIFORM: bool
+    IS_VARLEN: bool
+    IS_PAGED: bool
+    PACKED_Q: bool
+    PACKED_ROWS: bool
+    PAGE_SIZE: int
+    CHUNK: int
+    FEW: int = 0
+    BLOCK_N: int = 64
+    LANES: int = 1
+    IS_FP8: bool = False
+    NUM_STAGES: int = 2
+    MERGED_PARTS: int = 8
+    CONSUMER_REGS: int = 216
+    PRODUCER_REGS: int = 64
+
+
+# Query rows of a CTA of the kernel for latents.
+LATENT_ROWS = 64
+
+
+def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentConfig:
+    """The configuration of a problem with latents."""
+    uniform = problem.kind == "dense"
+    return LatentConfig(
+        GROUP_SIZE=problem.group_size,
+        DV=problem.head_dim_v,
+        HEAD_DIM=problem.head_dim,
+        HAS_RIGHT=has_right(problem),
+        HAS_LEFT=has_left(problem),
+        HAS_SOFTCAP=problem.softcap is not None,
+        HAS_SINKS=problem.has_sinks,
+        IS_UNIFORM=uniform,
+        IS_VARLEN=problem.kind == "varlen",
+        IS_PAGED=problem.page_size is not None,
+        PACKED_Q=packed_queries,
+        PACKED_ROWS=problem.kind != "dense",
+        PAGE_SIZE=problem.page_size or 0,
+        CHUNK=math.gcd(problem.page_size or 0, LatentConfig.BLOCK_N),
+        FEW=0 if uniform else next((few for few in FEW_SEQUENCES if problem.batch <= few), 0),
+    )
+
+
+def latent_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceSpec) -> tuple[int, int]:
+    """(shares of the key tiles, tiles of query rows): together one CTA per SM, fewer for few keys."""
+    rows = problem.group_size * tokens_of(problem, packed_queries=config.PACKED_Q)
+    blocks = -(-rows // LATENT_ROWS)
+    tiles = problem.batch * problem.num_kv_heads * -(-problem.seqlen_k // config.BLOCK_N)
+    return max(1, min(device.num_sms // blocks, tiles)), blocks
+
+
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:
     """The configuration of a problem; `tile` replaces the table's choice."""
     d, dv = _padded(problem.head_dim), _padded(problem.head_dim_v)

@@ -28,19 +28,29 @@ from tilewise.backends.gpu.work_list import (
     most_blocks,
     rows_together,
 )
-from tilewise.backends.hopper import backward_rows, decodes
+from tilewise.backends.hopper import backward_rows, decodes, reads_latents
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_pieces import JOINED_ROWS, Line, backward_pieces_kernel, join_pieces_kernel
 from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan
 from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.configs import PANEL, BackwardConfig, ForwardConfig, dq_blocks, forward_config, registers
 from tilewise.backends.hopper.decode import decode_kernel
-from tilewise.backends.hopper.decode_configs import DecodeConfig, decode_config, num_programs, tokens_of
+from tilewise.backends.hopper.decode_configs import (
+    LATENT_ROWS,
+    DecodeConfig,
+    LatentConfig,
+    decode_config,
+    latent_config,
+    latent_grid,
+    num_programs,
+    tokens_of,
+)
 from tilewise.backends.hopper.decode_schedule import DecodeSizes
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel, transpose_values_kernel
+from tilewise.backends.hopper.latent import latent_kernel, merge_latent_kernel
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.backends.hopper.listed import Lists
 from tilewise.backends.hopper.preparing import Ahead
@@ -96,7 +106,7 @@ def writes_into(problem: AttentionProblem, out: Tensor) -> bool:
     if not launching.are_adjacent(problem, out):
         return False
     view = View(out.stride(), out.dtype, out.data_ptr() % TMA_BYTES == 0)
-    return decodes(problem) or addressable(view, tuple(out.shape))
+    return decodes(problem) or reads_latents(problem) or addressable(view, tuple(out.shape))
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
@@ -108,6 +118,8 @@ def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: boo
 
 def _bound_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) -> Pass:
     prepare = decode_pass if decodes(problem) else fp8_pass if problem.fp8 else forward_pass
+    if reads_latents(problem):
+        prepare = latent_pass
     return launching.bound_to(prepare, problem, operands, operands.q, want_lse)
 
 
@@ -190,6 +202,20 @@ def decode_pass(
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)
+def latent_pass(
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
+) -> Pass:
+    """The launch plan of reading latents with these strides."""
+    views, copied = _addressed(problem, raw, ("k",))
+    made = _unless_given(result_allocations(problem), views)
+    config = latent_config(problem, packed_queries="cu_seqlens_q" in views)
+    words = sum(latent_sizes(problem, config, latent_grid(problem, config, device)))
+    calls = latent_calls(problem, device, views | _views(made))
+    room = made | {"workspace": Allocation.contiguous((words,), torch.float32)}
+    return _pass(problem, calls, room, device, index, want_lse, copied)
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
 def backward_pass(
     problem: AttentionProblem,
     device: DeviceSpec,
@@ -267,9 +293,11 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConf
     """The kernel calls of a problem with contiguous operands, for compiling ahead of time: forward, and backward if the
     problem needs gradients. `config` replaces the backward's configuration.
     """
-    decoding = decodes(problem)
-    views = operand_views(problem, packed_queries=problem.seqlen_q > 1 or not decoding)
+    decoding, latents = decodes(problem), reads_latents(problem)
+    views = operand_views(problem, packed_queries=problem.seqlen_q > 1 or not (decoding or latents))
     views |= _views(result_allocations(problem))
+    if latents:
+        return latent_calls(problem, device, views)
     if decoding:
         return decode_calls(problem, device, views)
     if problem.fp8:
@@ -559,6 +587,63 @@ def decode_arguments(
         "sizes": DecodeSizes(
             batch=problem.batch,
             pace=problem.batch / (programs * config.LANES),
+            num_kv_heads=problem.num_kv_heads,
+            seqlen_q=tokens_of(problem, packed_queries=config.PACKED_Q),
+            seqlen_k=problem.seqlen_k,
+            total_q=problem.total_q,
+            window_left=(left or 0) if config.HAS_LEFT else 0,
+            window_right=(right or 0) if config.HAS_RIGHT else 0,
+        ),
+        "C": config,
+    }
+
+
+def latent_sizes(problem: AttentionProblem, config: LatentConfig, grid: tuple[int, int]) -> tuple[int, int, int]:
+    """32-bit words of the workspace for O, for maxima and sums (two parts a CTA), and for the parts of every item."""
+    parts = 2 * grid[0] * grid[1] * LATENT_ROWS
+    return parts * config.DV, parts * 2, 2 * problem.batch * problem.num_kv_heads
+
+
+def latent_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
+    """All kernels in order: clear packed rows past the last sequence, read the latents, merge parts."""
+    config = latent_config(problem, packed_queries="cu_seqlens_q" in views)
+    shares, blocks = latent_grid(problem, config, device)
+    tokens = tokens_of(problem, packed_queries=config.PACKED_Q)
+    arguments = latent_arguments(problem, config, (shares, blocks), views)
+    common = ("out", "lse", "sinks_ptr", "parts_ptr", "stats_ptr", "items_ptr", "cu_seqlens_q", "sizes", "C")
+    rows = tokens * problem.group_size
+    merged = {name: arguments[name] for name in common} | {"num_shares": shares, "num_rows": rows}
+    calls = [KernelCall(latent_kernel, (shares, blocks, 1), arguments)]
+    if shares > 1:
+        programs = problem.batch * problem.num_kv_heads * rows
+        calls.append(KernelCall(merge_latent_kernel, (programs, 1, 1), merged))
+    return [_clear_tail_call(problem), *calls] if config.PACKED_Q else calls
+
+
+def latent_arguments(
+    problem: AttentionProblem, config: LatentConfig, grid: tuple[int, int], views: dict[str, View]
+) -> dict[str, Any]:
+    """The arguments of the kernel for latents."""
+    paged, (left, right) = config.IS_PAGED, problem.band
+    keys = packed_rows(problem, "k", views["k"])
+    outputs, statistics, _ = latent_sizes(problem, config, grid)
+    return {
+        "k_desc": describe("k", keys, shapes_of(problem)["k"], config.CHUNK, PANEL_BYTES // keys.dtype.itemsize),
+        **{name: _rows(problem, name, views[name]) for name in ("q", "out", "lse")},
+        "sinks_ptr": single_address(views, "sinks"),
+        "parts_ptr": Address("workspace", torch.float32),
+        "stats_ptr": Address("workspace", torch.float32, offset=4 * outputs),
+        "items_ptr": Address("workspace", torch.int32, aligned=False, offset=4 * (outputs + statistics)),
+        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
+        "cu_seqlens_k": single_address(views, "seqlens_k" if paged else "cu_seqlens_k"),
+        "block_table": single_address(views, "block_table"),
+        "table_stride": views["block_table"].strides[0] if paged else None,
+        "k_page_rows": page_rows(problem, views["k"]) if paged else None,
+        "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
+        "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
+        "sizes": DecodeSizes(
+            batch=problem.batch,
+            pace=problem.batch / grid[0],
             num_kv_heads=problem.num_kv_heads,
             seqlen_q=tokens_of(problem, packed_queries=config.PACKED_Q),
             seqlen_k=problem.seqlen_k,

@@ -23,7 +23,7 @@ from tilewise.problem import AttentionProblem
 __all__ = ["BACKEND", "TritonBackend"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512
 # Of tangents and second derivatives, which hold twice as many tiles.
 MAX_HIGHER_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 # Shared memory of the smallest dK/dV tile (16 x 16) in fp32 at a padded head_dim of 512, as compiled.
@@ -51,8 +51,12 @@ class TritonBackend(GpuBackend):
             return outdated
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not one of float16, bfloat16, float32"
-        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-            return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is over {MAX_HEAD_DIM}"
+        if problem.head_dim > MAX_HEAD_DIM or problem.head_dim_v > MAX_HEAD_DIM_V:
+            given = f"{problem.head_dim} and {problem.head_dim_v}"
+            return f"head_dim and head_dim_v are at most {MAX_HEAD_DIM} and {MAX_HEAD_DIM_V}, not {given}"
+        if problem.head_dim > MAX_HEAD_DIM_V and (problem.needs_grad or problem.tiles_shape is not None):
+            asked = "gradients" if problem.needs_grad else "tile masks"
+            return f"{asked} take head_dim up to {MAX_HEAD_DIM_V}, not {problem.head_dim}"
         if problem.higher and (widest := max(problem.head_dim, problem.head_dim_v)) > MAX_HIGHER_DIM[problem.dtype]:
             return (
                 f"tangents (jvp) and second derivatives in {problem.dtype} take head_dim up to "
@@ -81,13 +85,18 @@ class TritonBackend(GpuBackend):
 
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """The forward tile."""
-        from tilewise.backends.triton.configs import config_of
+        from tilewise.backends.triton.configs import config_of, is_parted, latent_config
 
-        config = config_of(problem, device, "forward")
+        if is_parted(problem):
+            config = latent_config(problem, device, problem.seqlen_q * problem.group_size)
+        else:
+            config = config_of(problem, device, "forward")
         return TileShape(config.block_m, config.block_n)
 
     def fp8_path(self, problem: AttentionProblem) -> str:
         """How e4m3 operands are computed, for `explain()`."""
+        if problem.head_dim > MAX_HEAD_DIM_V:
+            return f"dequantised to fp32 before the kernels: head_dim is over {MAX_HEAD_DIM_V}"
         if problem.head_dim % 2 or problem.head_dim_v % 2:
             return (
                 "dequantised to fp32 before the kernels: rows of an odd head_dim cannot be read two columns at a time"
@@ -190,7 +199,9 @@ class TritonBackend(GpuBackend):
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups. Where rows alone fill the device, the ordinary kernels do."""
         launch = importlib.import_module("tilewise.backends.triton.prefix")
-        return self.supports(problem, device) is None and bool(launch.num_splits(problem, num_rows, device) > 1)
+        if problem.head_dim > MAX_HEAD_DIM_V or self.supports(problem, device) is not None:
+            return False
+        return bool(launch.num_splits(problem, num_rows, device) > 1)
 
     def attend_prefixes(
         self,
@@ -238,8 +249,12 @@ class TritonBackend(GpuBackend):
 
 
 def _read_in_pairs(operands: Operands) -> bool:
-    """Whether two columns of every e4m3 row can be read as one 16-bit number: no odd head_dim, stride or address."""
+    """Whether two columns of every e4m3 row can be read as one 16-bit number: no odd head_dim, stride or address. Wider
+    keys, which are read in two parts, are not.
+    """
     quantised = [t for t in operands[:3] if t.dtype == torch.float8_e4m3fn]
+    if operands.k.shape[-1] > MAX_HEAD_DIM_V:
+        return False
     return all(t.shape[-1] % 2 == 0 and t.data_ptr() % 2 == 0 and _even(t.stride()[:-1]) for t in quantised)
 
 

@@ -212,6 +212,31 @@ def packed_box_of(rows: Rows, heads: int, num_rows: int, block: int, dim: int) -
     return Tile(rows.ptr, (apart + 1, num_rows + 1, heads, apart, dim), strides, (1, *box.block))
 
 
+def page_matrix(problem: AttentionProblem, rows: Rows, block: int, dim: int) -> tuple[Tile, int] | None:
+    """All pages as one matrix, heads side by side, and its rows per page. None if TMA cannot address it."""
+    if not rows.ptr.aligned or problem.page_size is None:
+        return None
+    page, head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
+    if row <= 0 or page % row or head * (problem.num_kv_heads - 1) + dim > row:
+        return None
+    per_page = page // row
+    height = (problem.total_k // problem.page_size - 1) * per_page + problem.page_size
+    return (Tile(rows.ptr, (height, row), (row, 1), (block, dim)), per_page) if height < 2**31 else None
+
+
+def part_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Descriptors of both parts of K in pages (see Traits.BLOCK_TAIL), and its rows per page; None without."""
+    problem, traits = plan.problem, plan.traits
+    parts = (traits.FIRST_DIM, problem.head_dim - traits.FIRST_DIM)
+    on = config.descriptors and plan.device.has_tma and parts == (traits.BLOCK_D, traits.BLOCK_TAIL)
+    found = []
+    if on and problem.page_size is not None and problem.page_size % config.block_n == 0:
+        found = [page_matrix(problem, arguments["k"], config.block_n, dim) for dim in parts]
+    if not found or found[0] is None or found[1] is None:
+        return {"k_descs": None, "page_rows": 0}
+    return {"k_descs": (found[0][0], found[1][0]), "page_rows": found[0][1]}
+
+
 def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
     """Descriptors of q and dout, or None for both."""
     problem = plan.problem

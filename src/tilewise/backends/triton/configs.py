@@ -17,7 +17,8 @@ from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
 Pass = Literal[
-    "forward", "dkdv", "dq", "decode", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq", "twice_dbias"
+    "forward", "dkdv", "dq", "decode", "latent", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq",
+    "twice_dbias",
 ]  # fmt: skip
 
 
@@ -49,6 +50,8 @@ class Config:
     paired: bool = False
 
 
+# The most columns of K or V in a tile.
+MOST_COLUMNS = 512
 # tl.dot takes no inner dimension below this. The sides of a tile are powers of two.
 MIN_DOT_SIDE = 16
 # Keys in the largest tile of the tables. Pages of a multiple of it are never gathered row by row.
@@ -66,6 +69,8 @@ DECODE_SHARED = 7 << 10
 # the memory bandwidth.
 REGISTER_LIMIT = {1: 3, 2: 3, 4: 2}
 BUSY = {1: 3.0, 2: 1.4, 4: 1.4}
+# From so many query heads per K/V head on, a latent of up to MOST_COLUMNS is read once for K and V.
+LATENT_GROUP = 16
 # Smallest tile of e4m3 keys that is worth cutting out of a page so that it has a single scale.
 SHARING = 64
 
@@ -359,6 +364,26 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
     },
 }
 
+# Decoding with keys in two parts, by element size and the columns of the first one: tiles in the order of their rows.
+# The first that holds all rows of a group is taken, or several of the last one. Of a latent the first part is also V.
+_LATENT: dict[int, dict[int, tuple[Config, ...]]] = {
+    2: {
+        64: (Config(16, 64, 4, 3), Config(32, 64, 4, 3)),
+        128: (Config(16, 64, 4, 3), Config(32, 64, 4, 3)),
+        256: (Config(16, 32, 4, 3), Config(32, 32, 4, 2)),
+        512: (Config(16, 32, 4, 2), Config(32, 32, 8, 2)),
+    },
+    4: {64: (Config(16, 32, 4, 2),), 128: (Config(16, 32, 4, 2),), 256: (Config(16, 16, 8, 1),),
+        512: (Config(16, 16, 8, 1),)},
+}  # fmt: skip
+# On Hopper, in addition: 64 rows, of which wgmma takes four warps' worth.
+_LATENT_HOPPER: Table = {
+    64: Config(64, 64, 4, 3, descriptors=True),
+    128: Config(64, 64, 4, 3, descriptors=True),
+    256: Config(64, 64, 8, 2, descriptors=True),
+    512: Config(64, 64, 8, 2, descriptors=True),
+}
+
 # The rows replaced at present; the last of the list count. In all threads: autograd runs a backward in its own.
 _overrides: list[Mapping[Pass, Config]] = []
 
@@ -474,6 +499,20 @@ def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) ->
     return config if measured or replaced else replace(config, heads_per_wave=None)
 
 
+def latent_config(problem: AttentionProblem, device: DeviceSpec, rows: int) -> Config:
+    """The tile of decoding with keys in two parts, for groups of so many (token, head) rows."""
+    override = (overrides() or {}).get("latent")
+    if override is not None:
+        return override
+    itemsize = element_size(problem)
+    width = max(64, padded(problem.head_dim_v)) if problem.latent else MOST_COLUMNS
+    tiles = _LATENT[itemsize][width]
+    # Next to values of their own, keys and queries of so many rows do not fit shared memory.
+    if device.has_wgmma and itemsize == 2 and problem.latent:
+        tiles += (_LATENT_HOPPER[width],)
+    return next((tile for tile in tiles if tile.block_m >= rows), tiles[-1])
+
+
 def _kinds(problem: AttentionProblem, direction: Pass) -> tuple[Kind, ...]:
     """Which tables apply, in this order. The forward's require plain scores and V as wide as K: with 128 columns of V
     next to 64 of K, ptxas reuses the registers of held queries. Only the conformance suite on a GPU shows it.
@@ -510,6 +549,17 @@ def tile_widths(head_dim: int, head_dim_v: int, *, halved: bool = False) -> tupl
     least = 2 * MIN_DOT_SIDE if halved else MIN_DOT_SIDE
     width, width_v = max(least, padded(head_dim)), max(least, padded(head_dim_v))
     return (width, width) if width == width_v else (max(64, width), max(64, width_v))
+
+
+def is_parted(problem: AttentionProblem) -> bool:
+    """Whether columns of K are two tiles: those of a latent that are V too, or those that fit a tile, and the others.
+
+    One of 16 query heads and more is read once for all of them. Only the decode kernel takes keys in parts.
+    """
+    if problem.head_dim > MOST_COLUMNS:
+        return True
+    plain = not (problem.needs_grad or problem.higher or problem.fp8 or problem.tiles_shape is not None)
+    return problem.latent and plain and problem.group_size >= LATENT_GROUP
 
 
 def is_transformed(problem: AttentionProblem) -> bool:

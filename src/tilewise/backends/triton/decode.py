@@ -1,12 +1,14 @@
 """Decode: few query tokens against many keys (split-KV). A second kernel merges the partial results.
 
-Grid: (split, K/V head, sequence), splits fastest. The query heads of a group are the rows of one tile, so each K/V tile
-is read once for the whole group. The number of splits depends on shapes and device only, so results are repeatable.
+Grid: (tile of rows, split, K/V head, sequence), tiles fastest, so that concurrent programs read the same keys. A row is
+a (token, head of a K/V head's group) pair, so each K/V tile is read once for all heads of a group. Of a latent, whose
+first columns are the values, a tile is also read once for K and V. The number of splits depends on shapes and device
+only, so results are repeatable.
 """
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, SIM102
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ from tilewise.backends.triton.forward import (
     empty_accumulator,
     finish,
     initial_state,
+    load_query_rows,
     natural_max,
     with_endless_sinks,
 )
@@ -36,21 +39,32 @@ from tilewise.backends.triton.primitives import (
 from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 
-@triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_splits"])
+@triton.jit(do_not_specialize=["page_rows", "sizes", "band", "scalars", "num_splits", "num_blocks"])
 def decode_kernel(
-    q, k, v, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias, mask, alibi_slopes, sinks,
-    seed_ptr, lengths, sizes, band, scalars, num_splits,
+    q, k, v, k_descs, page_rows, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias, mask,
+    alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars, num_splits, num_blocks,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """(out, lse) of one split of the keys for all query tokens of a (group of heads, sequence); final unless SPLIT."""
+    """(out, lse) of one split of the keys for a tile of rows of a (group of heads, sequence); final unless SPLIT.
+    `num_blocks` tiles hold the rows of the longest sequence; None: one does. `k_descs`: descriptors of both parts of K,
+    of which a page takes `page_rows` rows, or None.
+    """
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
-    split = tl.program_id(0) % num_splits
-    kv_head = tl.program_id(0) // num_splits % num_kv_heads
-    batch_idx = tl.program_id(0) // num_splits // num_kv_heads
+    program = tl.program_id(0)
+    first_row = program * 0
+    if num_blocks is not None:
+        first_row = program % num_blocks * BLOCK_M
+        program = program // num_blocks
+    split = program % num_splits
+    kv_head = program // num_splits % num_kv_heads
+    batch_idx = program // num_splits // num_kv_heads
     q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
     k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
-    rows = tl.arange(0, BLOCK_M)
+    if num_blocks is not None:
+        if first_row >= seqlen_q * T.GROUP_SIZE:
+            return
+    rows = first_row + tl.arange(0, BLOCK_M)
     m_idx = rows // T.GROUP_SIZE
     head = kv_head * T.GROUP_SIZE + rows % T.GROUP_SIZE
     row_ok = m_idx < seqlen_q
@@ -63,13 +77,12 @@ def decode_kernel(
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_source = (k, k_base, table, None, 0, 0, scaling(k_scale, batch_idx, kv_head, T))
+    k_source = (k, k_base, table, k_descs, page_rows, kv_head * k.stride_head, scaling(k_scale, batch_idx, kv_head, T))
     v_source = (v, v_base, table, None, 0, 0, scaling(v_scale, batch_idx, kv_head, T))
     if T.FP8:
         q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T)
     else:
-        d_idx = tl.arange(0, T.BLOCK_D)[None, :]
-        q_tile = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.HEAD_DIM), other=0.0)
+        q_tile = load_query_rows(q_rows, row_ok, T)
     # A sequence without queries reads the first row of bias and mask, not the one before it.
     last = tl.maximum(seqlen_q, 1)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], last, T)
@@ -84,7 +97,12 @@ def decode_kernel(
         # The warps share the keys of so small a tile. Per-column sums save two barriers per tile.
         row_sum = tl.where(tl.arange(0, BLOCK_N)[None, :] == 0, row_sum[:, None], 0.0)
 
-    begin, full_begin, full_end, end = key_range(rows_first(seqlen_q), seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    # The most tokens that a tile has rows of; one more where tiles may start between two heads of a token.
+    BETWEEN: tl.constexpr = BLOCK_M % T.GROUP_SIZE != 0 and T.GROUP_SIZE % BLOCK_M != 0
+    TOKENS: tl.constexpr = (BLOCK_M + T.GROUP_SIZE - 1) // T.GROUP_SIZE + (1 if BETWEEN else 0)
+    begin, full_begin, full_end, end = key_range(
+        first_row // T.GROUP_SIZE, seqlen_q, seqlen_k, band, TOKENS, BLOCK_N, T
+    )
     tiles = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
     share = (tiles + num_splits - 1) // num_splits * BLOCK_N
     if SPLIT_KEYS > 0:
@@ -122,12 +140,6 @@ def decode_kernel(
         tl.store(out_rows[:, None] + dv_idx[None, :], result.to(out.ptr.dtype.element_ty), mask=tile_ok)
         lse_at = head_base(lse, batch_idx, head, q_start, T.PACKED_Q) + m_idx * lse.stride_row
         tl.store(lse_at, with_endless_sinks(lse_rows, T), mask=row_ok)
-
-
-@triton.jit
-def rows_first(seqlen_q):
-    """Query 0 as a run-time number: the tile of a decode program starts there."""
-    return seqlen_q * 0
 
 
 @triton.jit

@@ -67,28 +67,56 @@ from tilewise.backends.triton.quantised import (
 
 
 @triton.jit
+def load_query_rows(q_rows, row_ok, T: tl.constexpr):
+    """The queries at these row pointers: a tile, or (with BLOCK_TAIL) those of the first and of the other columns."""
+    d_idx = tl.arange(0, T.BLOCK_D)[None, :]
+    first = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.FIRST_DIM), other=0.0)
+    if T.BLOCK_TAIL == 0:
+        return first
+    else:
+        tail_idx = T.FIRST_DIM + tl.arange(0, T.BLOCK_TAIL)[None, :]
+        return first, tl.load(q_rows[:, None] + tail_idx, mask=row_ok[:, None] & (tail_idx < T.HEAD_DIM), other=0.0)
+
+
+@triton.jit
 def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """q.k of a tile of keys. A source whose column is None is a box descriptor with coordinates."""
+    """(q.k of a tile of keys, the tile if it is read as values too). A source whose column is None is a box descriptor
+    with coordinates. Keys with a tail are two tiles, with a descriptor each; of a latent, the first one is also V.
+    """
     if T.FP8:
-        return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+        return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T), None
     elif k_source[5] is None:
-        return dot(q, tl.trans(load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)), T)
+        return dot(q, tl.trans(load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)), T), None
+    elif T.BLOCK_TAIL > 0:
+        rows, base, table, descs, row, col, scaling = k_source
+        if descs is None:
+            source = (rows, base, table, None, row, col, scaling)
+            tail_source = (rows, base + T.FIRST_DIM, table, None, row, col, scaling)
+        else:
+            source = (rows, base, table, descs[0], row, col, scaling)
+            tail_source = (rows, base + T.FIRST_DIM, table, descs[1], row, col + T.FIRST_DIM, scaling)
+        tail_dim: tl.constexpr = T.HEAD_DIM - T.FIRST_DIM
+        k_tile = load_keys(source, pages, first, seqlen_k, EDGE, BLOCK_N, T.FIRST_DIM, T.BLOCK_D, T)
+        tail = load_keys(tail_source, pages, first, seqlen_k, EDGE, BLOCK_N, tail_dim, T.BLOCK_TAIL, T)
+        return dot_add(q[1], tl.trans(tail), dot(q[0], tl.trans(k_tile), T), T), k_tile
     else:
         k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-        return dot(q, tl.trans(k_tile), T)
+        return dot(q, tl.trans(k_tile), T), None
 
 
 @triton.jit
 def add_values(
-    acc, alpha, p, v_source, v_scales, pages, first, seqlen_k,
+    acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Return acc * alpha + P V of a tile of keys."""
+    """Return acc * alpha + P V of a tile of keys. V is `k_tile` of a latent."""
     if T.FP8:
         return add_quantised_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     else:
         acc = acc * alpha[:, None]
-        if v_source[5] is None:
+        if T.LATENT:
+            v_tile = k_tile
+        elif v_source[5] is None:
             v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
         else:
             v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
@@ -133,7 +161,7 @@ def attend(
         for position in tl.range(begin, stop, BLOCK_N):
             first = around_gap(position, gap_begin, gap_end, EDGE)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-            dots = key_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+            dots, k_tile = key_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
             v_scales = value_scales(v_source, pages, first, seqlen_k, BLOCK_N, T)
             if T.TRANSFORMED:
                 scores, _ = natural_scores(dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
@@ -151,7 +179,7 @@ def attend(
             if T.HAS_DROPOUT:
                 kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
                 p = tl.where(kept, p, 0.0)
-            acc = add_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+            acc = add_values(acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
             if T.PAGED:
                 following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
                 pages = key_pages(k_source, following, seqlen_k, BLOCK_N, T)
@@ -207,7 +235,7 @@ def attend_listed(
         pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
         for step in tl.range(lower, upper):
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-            scores = key_products(q, k_source, pages, first, seqlen_k, True, BLOCK_N, T)
+            scores, k_tile = key_products(q, k_source, pages, first, seqlen_k, True, BLOCK_N, T)
             v_scales = value_scales(v_source, pages, first, seqlen_k, BLOCK_N, T)
             if T.TRANSFORMED:
                 scores, _ = natural_scores(scores, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, True, T)
@@ -223,7 +251,7 @@ def attend_listed(
             if T.HAS_DROPOUT:
                 kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
                 p = tl.where(kept, p, 0.0)
-            acc = add_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, True, BLOCK_N, T)
+            acc = add_values(acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k, True, BLOCK_N, T)
             first, kind = listed_block(entries, tl.minimum(step + 1, upper - 1), BLOCK_N)
             pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
     return acc, row_max, row_sum

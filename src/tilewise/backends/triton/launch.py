@@ -38,6 +38,7 @@ from tilewise.backends.triton.arguments import (
     listing_arguments,
     packed_rows,
     page_rows,
+    part_descriptors,
     query_descriptors,
     query_rows,
     scale_arguments,
@@ -454,7 +455,7 @@ def parts_size(plan: Plan) -> tuple[int, int]:
 
 def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
     """The split kernel and, if its results are partial, the one that merges them."""
-    problem, config, splits = plan.problem, plan.config("decode"), plan.num_splits
+    problem, config, splits = plan.problem, plan.decode_config, plan.num_splits
     num_out, num_lse = parts_size(plan)
     # The lse parts come first. Their number is rounded up, so that vector loads of the out parts are aligned.
     lse_bytes = -(-num_lse // 4) * 16
@@ -464,10 +465,10 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
     }
     arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views) | parts
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
-    arguments["SPLIT_KEYS"] = plan.split_keys
-    rows = plan.sizes.seqlen_q * problem.group_size
-    config = replace(config, block_m=max(config.block_m, triton.next_power_of_2(rows)))
-    call = tiled(decode.decode_kernel, splits * problem.num_kv_heads * problem.batch, arguments, config)
+    blocks = plan.row_blocks
+    arguments |= {"SPLIT_KEYS": plan.split_keys, "num_blocks": blocks if blocks > 1 else None}
+    arguments |= part_descriptors(plan, arguments, config)
+    call = tiled(decode.decode_kernel, blocks * splits * problem.num_kv_heads * problem.batch, arguments, config)
     return [call, _combine_call(plan, views, parts)] if num_out else [call]
 
 

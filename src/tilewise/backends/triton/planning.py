@@ -7,7 +7,7 @@ scale, window sizes and the dropout rate are not in it, so a new sequence length
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from tilewise.backends.triton.configs import (
     element_size,
     is_exact,
     is_transformed,
+    padded,
     tile_widths,
 )
 from tilewise.device import DeviceSpec
@@ -134,6 +135,9 @@ class Traits:
     FP8: K and V are e4m3 (see quantised.py), multiplied in fp16 if HALF, else in fp32. FP8_Q: q is e4m3 too.
     *_SHARED_ROWS rows share a scale, 0 means all rows of a head. E4M3_INSTRUCTION: the device has a conversion
     instruction. OWN_LISTS: heads that share K and V have tile masks of their own.
+
+    BLOCK_TAIL: columns of K from FIRST_DIM on are a tile of their own, so wide; 0 where BLOCK_D holds all of K. LATENT:
+    V is the tile of the first columns.
     """
 
     PACKED_Q: bool
@@ -166,6 +170,9 @@ class Traits:
     V_SHARED_ROWS: int = 0
     E4M3_INSTRUCTION: bool = False
     OWN_LISTS: bool = False
+    FIRST_DIM: int = 0
+    BLOCK_TAIL: int = 0
+    LATENT: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +205,29 @@ class Plan(NamedTuple):
         return config
 
     @property
+    def fits_decode(self) -> bool:
+        """Whether a tile of the decode kernel holds the rows of a sequence and K/V head. A tile mask is read by the
+        forward kernel, whose tiles lie in one tile and head of it.
+        """
+        rows = self.sizes.seqlen_q * self.problem.group_size
+        return rows <= MAX_DECODE_ROWS and self.problem.tiles_shape is None
+
+    @property
+    def decode_config(self) -> Config:
+        """The tile of decoding. Several hold the rows of keys in two parts, otherwise one does."""
+        rows = max(1, self.sizes.seqlen_q * self.problem.group_size)
+        if self.traits.BLOCK_TAIL:
+            return configs.latent_config(self.problem, self.device, rows)
+        config = self.config("decode")
+        return replace(config, block_m=max(config.block_m, triton.next_power_of_2(rows)))
+
+    @property
+    def row_blocks(self) -> int:
+        """Tiles of decoding that hold the rows of the longest sequence and a K/V head."""
+        blocks: int = triton.cdiv(self.sizes.seqlen_q * self.problem.group_size, self.decode_config.block_m)
+        return blocks
+
+    @property
     def is_unpadded(self) -> bool:
         """Whether tiles are as wide as the heads."""
         problem = self.problem
@@ -222,6 +252,8 @@ def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, prec
 def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str) -> Plan:
     left, right = problem.band
     traits = traits_of(problem, device, packed_q=packed_q, precision=precision, interpreted=interpreted())
+    if configs.is_parted(problem):
+        traits = _parted(traits, problem)
     sizes = Sizes(
         batch=problem.batch,
         num_heads=problem.num_heads,
@@ -244,30 +276,39 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
         return plan._replace(num_splits=_fixed_splits(plan))
     few = problem.seqlen_k < MIN_SPLIT_KEYS
     serving = sizes.seqlen_q == 1 and problem.seqlen_k > 0 and not problem.needs_grad
-    # A tile mask is read by the forward kernel, whose tiles lie in one tile and head of it.
-    masked = problem.tiles_shape is not None
-    if masked or sizes.seqlen_q * problem.group_size > MAX_DECODE_ROWS or (few and not serving):
+    # Keys in two parts are read by the decode kernel alone.
+    if not configs.is_parted(problem) and (not plan.fits_decode or (few and not serving)):
         return plan
     if few:
         return plan._replace(num_splits=1)
-    config = plan.config("decode")
+    config = plan.decode_config
     itemsize = element_size(problem)
-    programs = configs.decode_programs(config, device, itemsize, traits.BLOCK_D + traits.BLOCK_DV)
+    columns = traits.BLOCK_D + traits.BLOCK_TAIL + (0 if traits.LATENT else traits.BLOCK_DV)
+    # Tiles of 64 rows keep queries in shared memory and fill the registers of an SM.
+    tall = traits.BLOCK_TAIL > 0 and config.block_m >= MAX_DECODE_ROWS
+    programs = 1 if tall else configs.decode_programs(config, device, itemsize, columns)
     tiles = triton.cdiv(problem.seqlen_k, config.block_n)
-    rows = problem.batch * problem.num_kv_heads
+    rows = problem.batch * problem.num_kv_heads * plan.row_blocks
     return plan._replace(num_splits=configs.num_splits(device, itemsize, programs, rows, tiles))
+
+
+def _parted(traits: Traits, problem: AttentionProblem) -> Traits:
+    """Traits of keys in two parts: the columns of a latent that are values, or the first that fit a tile."""
+    first = problem.head_dim_v if problem.latent else configs.MOST_COLUMNS
+    width, width_v = padded(first), padded(problem.head_dim_v)
+    tail = padded(problem.head_dim - first)
+    return replace(traits, FIRST_DIM=first, BLOCK_D=width, BLOCK_DV=width_v, BLOCK_TAIL=tail, LATENT=problem.latent)
 
 
 def _fixed_splits(plan: Plan) -> int:
     """Splits of SPLIT_KEYS keys, for the longest sequence: where they lie depends on nothing else. 0: no decoding."""
     problem = plan.problem
-    rows = plan.sizes.seqlen_q * problem.group_size
-    if rows > MAX_DECODE_ROWS or problem.tiles_shape is not None or problem.seqlen_k == 0:
+    if not configs.is_parted(problem) and (not plan.fits_decode or problem.seqlen_k == 0):
         return 0
     seen, left = problem.seqlen_k, problem.band[0]
     if left is not None:  # the first key of a window is rounded down to a tile
-        seen = min(seen, left + plan.sizes.seqlen_q + plan.config("decode").block_n)
-    splits: int = triton.cdiv(seen, SPLIT_KEYS)
+        seen = min(seen, left + plan.sizes.seqlen_q + plan.decode_config.block_n)
+    splits: int = triton.cdiv(max(seen, 1), SPLIT_KEYS)
     return splits
 
 
@@ -291,6 +332,7 @@ def traits_of(
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=width,
         BLOCK_DV=width_v,
+        FIRST_DIM=problem.head_dim,
         TRANSFORMED=is_transformed(problem),
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,

@@ -26,10 +26,17 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, named_views, raw_views
-from tilewise.backends.gpu.symbols import Address, KernelCall, Tile, renamed
-from tilewise.backends.triton.arguments import Views, packed_rows, scale_arguments, score_arguments, single_address
+from tilewise.backends.gpu.symbols import Address, KernelCall, renamed
+from tilewise.backends.triton.arguments import (
+    Views,
+    packed_rows,
+    page_matrix,
+    scale_arguments,
+    score_arguments,
+    single_address,
+)
 from tilewise.backends.triton.configs import Config
-from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state
+from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state, load_query_rows
 from tilewise.backends.triton.planning import Plan, Rows, of_rows, plan_for
 from tilewise.backends.triton.primitives import (
     LN2,
@@ -86,8 +93,7 @@ def prefix_kernel(
     if T.FP8:
         q_tile = load_query_columns(None, q_rows, group, head, m_idx, row_ok, T)
     else:
-        d_idx = tl.arange(0, T.BLOCK_D)[None, :]
-        q_tile = tl.load(q_rows[:, None] + d_idx, mask=row_ok[:, None] & (d_idx < T.HEAD_DIM), other=0.0)
+        q_tile = load_query_rows(q_rows, row_ok, T)
     terms = score_terms(None, None, None, None, group, head[:, None], m_idx[:, None], count, T)
     row_max, row_sum = initial_state(None, head, False, scalars, BLOCK_M, T)
     tiles = (seqlen_k + BLOCK_N - 1) // BLOCK_N
@@ -380,20 +386,8 @@ def _descriptors(plan: Plan, scored: dict[str, Any], config: Config) -> dict[str
         plan.device.has_tma and plan.is_unpadded and not problem.fp8 and (problem.page_size or 0) % config.block_n == 0
     )
     dims = {"k": problem.head_dim, "v": problem.head_dim_v}
-    found = {name: _page_matrix(problem, scored[name], config.block_n, dim) for name, dim in dims.items() if whole}
+    found = {name: page_matrix(problem, scored[name], config.block_n, dim) for name, dim in dims.items() if whole}
     if not whole or None in found.values():
         return {"k_desc": None, "v_desc": None, "page_rows": (0, 0)}
     tiles, page_rows = zip(*found.values(), strict=True)
     return {"k_desc": tiles[0], "v_desc": tiles[1], "page_rows": page_rows}
-
-
-def _page_matrix(problem: AttentionProblem, rows: Rows, block: int, dim: int) -> tuple[Tile, int] | None:
-    """All pages as one matrix, heads side by side, and its rows per page. None if TMA cannot address it."""
-    if not rows.ptr.aligned or problem.page_size is None:
-        return None
-    page, head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
-    if row <= 0 or page % row or head * (problem.num_kv_heads - 1) + dim > row:
-        return None
-    per_page = page // row
-    height = (problem.total_k // problem.page_size - 1) * per_page + problem.page_size
-    return (Tile(rows.ptr, (height, row), (row, 1), (block, dim)), per_page) if height < 2**31 else None

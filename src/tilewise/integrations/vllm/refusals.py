@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewise.errors import Unsupported
-from tilewise.problem import MAX_HEAD_DIM
+from tilewise.problem import MAX_HEAD_DIM_V
 
 __all__ = [
     "KV_CACHE_DTYPES",
@@ -25,7 +25,7 @@ KV_CACHE_DTYPES = ("auto", *OWN, "fp8", "fp8_e4m3")
 
 def why_not_head_size(head_size: int) -> str | None:
     """The reason against a head size."""
-    return None if 1 <= head_size <= MAX_HEAD_DIM else f"head size {head_size}: tilewise takes 1 to {MAX_HEAD_DIM}"
+    return None if 1 <= head_size <= MAX_HEAD_DIM_V else f"head size {head_size}: tilewise takes 1 to {MAX_HEAD_DIM_V}"
 
 
 def why_not_cache_dtype(name: str | None, dtype: torch.dtype) -> str | None:

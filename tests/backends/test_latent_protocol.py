@@ -1,0 +1,116 @@
+"""The Hopper kernels for latents run on the CPU over the stand-in for Gluon, against the fp64 specification."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gluon_emulator import MODE, PACKAGE
+from sampling import sampled
+from test_decode_protocol import check
+from test_hopper_protocol import Case, in_pages
+from tilewise.operands import Operands
+from tilewise.problem import AttentionProblem
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = ((1, 1, 1, 1, 1), (300, 33, 1, 130, 64))
+SEVERAL = ((2, 0, 1, 3, 0), (300, 33, 0, 200, 1))
+WIDTHS = {"head_dim": 576, "head_dim_v": 512}
+DENSE = {
+    "two tiles of rows": Case(**WIDTHS, heads=(80, 1), batch=2, seqlens=(1, 200)),
+    "one share": Case(**WIDTHS, heads=(3, 1), seqlens=(1, 40)),
+    "two heads, several tokens": Case(**WIDTHS, heads=(40, 2), seqlens=(3, 333), causal=True),
+    "narrower rest": Case(head_dim=536, head_dim_v=512, heads=(16, 1), seqlens=(1, 250)),
+    "window": Case(**WIDTHS, heads=(16, 1), seqlens=(3, 400), window=(100, 1)),
+    "softcap, sinks": Case(**WIDTHS, heads=(20, 1), seqlens=(2, 300), causal=True, softcap=2.0, sinks=True),
+    "fewer keys than queries": Case(**WIDTHS, heads=(4, 1), seqlens=(6, 3), causal=True, sinks=True),
+    "packed": Case(**WIDTHS, heads=(20, 1), lengths=SEVERAL, causal=True, padding=2),
+    "packed window": Case(**WIDTHS, heads=(2, 2), lengths=SEVERAL, window=(40, 0), padding=1),
+    "rising scores": Case(**WIDTHS, heads=(16, 1), seqlens=(1, 300), rising=3.0),
+}
+PAGED = {
+    "a page a tile": (Case(**WIDTHS, heads=(70, 1), lengths=LENGTHS), 64, "rows first", False),
+    "small pages": (Case(**WIDTHS, heads=(16, 1), lengths=LENGTHS, sinks=True), 16, "rows first", False),
+    "tiny pages": (Case(**WIDTHS, heads=(4, 2), lengths=LENGTHS), 8, "heads first", False),
+    "several tokens": (Case(**WIDTHS, heads=(40, 1), lengths=SEVERAL, causal=True), 64, "together", True),
+    "large pages": (Case(**WIDTHS, heads=(20, 1), lengths=LENGTHS, window=(50, None)), 256, "rows first", False),
+    "odd pages": (Case(**WIDTHS, heads=(4, 1), lengths=SEVERAL, causal=True, padding=2), 24, "heads first", True),
+}
+
+
+def latent(problem: AttentionProblem, operands: Operands) -> tuple[AttentionProblem, Operands]:
+    """The same queries and keys, with values in the first columns of the keys."""
+    return replace(problem, latent=True), operands._replace(v=operands.k[..., : problem.head_dim_v])
+
+
+@pytest.fixture
+def attend(emulated: Callable[[str], Any]) -> Callable[..., Any]:
+    del emulated
+    return importlib.import_module(f"{PACKAGE}.launch").run_forward  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("late_loads", [False, True], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("case", sampled(DENSE, set(DENSE) - {"one share", "packed window"}))
+def test_rows(case: Case, late_loads: bool, attend: Callable[..., Any]) -> None:
+    MODE.late_loads = late_loads
+    problem, operands = latent(case.problem, case.inputs())
+    check(case, operands, *attend(problem, operands))
+
+
+@pytest.mark.parametrize(("case", "page_size", "storage", "several"), PAGED.values(), ids=PAGED.keys())
+def test_pages(case: Case, page_size: int, storage: str, several: bool, attend: Callable[..., Any]) -> None:
+    """Pages in any order, NaN in every row that no sequence has, nonsense in the unused part of the table."""
+    MODE.late_loads = True
+    _, packed = latent(case.problem, case.inputs())
+    operands, problem = in_pages(case, packed, page_size, storage)
+    problem, operands = latent(problem, operands)
+    if not several:
+        operands = operands._replace(cu_seqlens_q=None)
+        problem = replace(problem, seqlen_q=1)
+    check(case, packed, *attend(problem, operands))
+
+
+def test_many_sequences(attend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are added up at a time, among them empty ones at both ends."""
+    MODE.late_loads = False
+    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.decode_schedule"), "SCAN", 2)
+    case = Case(**WIDTHS, heads=(20, 1), lengths=((0, 1, 0, 2, 1, 1, 0), (9, 300, 5, 70, 0, 129, 400)), causal=True)
+    problem, operands = latent(case.problem, case.inputs())
+    check(case, operands, *attend(problem, operands))
+
+
+@pytest.mark.parametrize("method", ["await_free", "wait"])
+def test_p_that_is_not_waited_for_is_found(
+    method: str, attend: Callable[..., Any], emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warpgroup hands P over, the other gives the buffer back: each must wait for the other."""
+    MODE.late_loads = False
+    ring = emulated("channels").Ring
+    wait = ring.wait
+
+    def wait_long(self: Any, at: Any) -> None:
+        wait.function(self, at)
+        if at.NUM_SLOTS == 1:  # of P: its reader starts late
+            time.sleep(2e-2)
+
+    monkeypatch.setattr(ring, "wait", wait_long)
+    monkeypatch.setattr(ring, method, lambda *_: None)
+    case = Case(**WIDTHS, heads=(16, 1), seqlens=(1, 700))
+    problem, operands = latent(case.problem, case.inputs())
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(case, operands, *attend(problem, operands))
+
+
+def test_results_repeat(attend: Callable[..., Any]) -> None:
+    MODE.late_loads = True
+    case = DENSE["two tiles of rows"]
+    problem, operands = latent(case.problem, case.inputs())
+    first, again = attend(problem, operands), attend(problem, operands)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
