@@ -274,3 +274,34 @@ def test_the_machine_does_only_what_events_tell() -> None:
 def test_foreign_json_is_refused(text: str) -> None:
     with pytest.raises(tw.InvalidProblem, match="text: expected a trace as JSON"):
         Trace.from_json(text)
+
+
+def test_a_drawn_mask_is_a_band_where_it_says_the_same() -> None:
+    """Tile by tile, and in the events of every schedule; other forms are right in numbers."""
+    band = Workload(7, 9, 3, 2, block_m=2, block_n=4, left=3, right=1)
+    rows = tuple("".join("01"[band.band.sees(m, n)] for n in range(9)) for m in range(7))
+    drawn = dataclasses.replace(band, left=None, right=None, seen=rows)
+    algorithms: tuple[Algorithm, ...] = ("naive", "fa1", "fa2", "backward")
+    for algorithm in algorithms:
+        assert schedule(algorithm, drawn).events == schedule(algorithm, band).events
+    assert Trace.from_json(schedule("fa2", drawn).to_json()).workload == drawn
+
+
+@pytest.mark.parametrize("algorithm", ["naive", "fa1", "fa2"])
+def test_a_mask_of_any_form(algorithm: Algorithm) -> None:
+    rng = np.random.default_rng(0)
+    seen = rng.random((6, 6)) < 0.5
+    seen[2] = False
+    rows = tuple("".join("01"[int(x)] for x in row) for row in seen)
+    q, k, v = (rng.standard_normal((6, 3)) for _ in range(3))
+    found = simulate(algorithm, Workload(6, 6, 3, 3, block_m=2, block_n=2, seen=rows), {"q": q, "k": k, "v": v})
+    weights = np.where(seen, np.exp(q @ k.T), 0.0)
+    expected = weights @ v / np.maximum(weights.sum(1, keepdims=True), 1e-30)
+    np.testing.assert_allclose(found.results["out"], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [{"seen": ("11", "11")}, {"seen": ("110", "11x", "111")}, {"right": 0}])
+def test_a_drawn_mask_that_does_not_fit(wrong: dict[str, Any]) -> None:
+    work = Workload(3, 3, 2, 2, block_m=2, block_n=2, seen=("111",) * 3)
+    with pytest.raises(tw.InvalidProblem, match="seen"):
+        schedule("fa2", dataclasses.replace(work, **wrong))

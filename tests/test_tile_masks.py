@@ -299,6 +299,9 @@ def test_the_bits_by_queries_are_those_by_keys() -> None:
     assert torch.equal(visible(mask.tiles, turned, 500, 300), mask.dense())
     b, h, i, j = (torch.randint(0, n, (1000,)) for n in mask.shape)
     assert torch.equal(is_visible(mask.tiles, turned, b, h, i, j), mask.dense()[b, h, i, j])
+    # A mask has them in the order of its device, whatever it is made of.
+    again = TileMask(mask.tiles, turned, 500, 300)
+    assert torch.equal(again.bits, mask.bits)
     for bits in (mask.bits[:0], turned[:0]):
         assert bits_by_keys(bits).shape == (0, 4, 128)
         assert bits_by_queries(bits).shape == (0, 512)

@@ -37,6 +37,8 @@ WORKLOADS = (
     Workload(11, 5, 3, 2, block_m=2, block_n=2, left=1, right=1, itemsize=4),
     Workload(3, 3, 1, 1, block_m=8, block_n=8, right=0),
     Workload(1, 17, 2, 3, block_m=1, block_n=4),
+    # A drawn mask: tiles of all kinds, a row and a key that see nothing, a tile that reaches past the end.
+    Workload(5, 5, 3, 2, block_m=2, block_n=2, seen=("11000", "11000", "00000", "10110", "11110")),
 )
 
 # Text in, text out: the driver's own translation of a hundred thousand numbers takes twenty seconds.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +83,63 @@ def test_the_exported_page_has_every_view_without_a_network(open_page: Any, expo
 
 
 # --- tiles
+
+
+def tiles_of(sees: Callable[[int, int], bool], size: int, block: int = 2) -> str:
+    """How the page counts the tiles of a mask."""
+    kinds = []
+    for top, left in itertools.product(range(0, size, block), repeat=2):
+        pairs = [sees(m, n) for m in range(top, top + block) for n in range(left, left + block)]
+        kinds.append("full" if all(pairs) else "partial" if any(pairs) else "skipped")
+    counts = [len(kinds) - kinds.count("skipped"), kinds.count("partial"), kinds.count("skipped")]
+    return "{} tiles visited, {} of them partial, {} skipped".format(*counts)
+
+
+def test_masks_of_any_form(open_page: Any) -> None:
+    page: Page = open_page("tiles?n=12&mask=documents&documents=3")
+    unfold(page)
+    summary, check = page.locator("[data-summary]"), page.locator("[data-check]")
+    expect(summary).to_contain_text(tiles_of(lambda m, n: m // 4 == n // 4, 12))
+    page.get_by_label("Mask").select_option("prefix")
+    page.get_by_label("Prefix", exact=True).fill("5")
+    expect(summary).to_contain_text(tiles_of(lambda m, n: n < 5 or n <= m, 12))
+    expect(check).to_contain_text(re.compile("Same result as naive attention: largest difference (0|.*e-1)"))
+    page.get_by_label("Mask").select_option("neighbours")
+    page.get_by_label("Picture width").fill("4")
+    expect(summary).to_contain_text(tiles_of(lambda m, n: abs(m // 4 - n // 4) < 2 and abs(m % 4 - n % 4) < 2, 12))
+    page.get_by_label("Mask").select_option("drawn")
+    page.get_by_label("Tiles", exact=True).fill("100000-010000")
+    expect(summary).to_contain_text("26 tiles visited, 0 of them partial, 10 skipped")
+    page.get_by_label("Tiles", exact=True).fill("10x")
+    expect(page.get_by_text("Expected rows of 0 and 1 with - between them")).to_be_visible()
+
+
+def test_a_click_hides_or_shows_a_tile(open_page: Any) -> None:
+    """The mask becomes a drawn one, which the address keeps."""
+    page: Page = open_page("tiles?mask=causal")
+    summary = page.locator("[data-summary]")
+    expect(summary).to_contain_text("6 tiles visited, 3 of them partial, 3 skipped")
+    canvas = page.get_by_role("region", name="FA-2 order").locator("canvas")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    # The tip says which pair is under the pointer.
+    places: dict[tuple[int, int], Any] = {}
+    for x, y in itertools.product(range(4, int(box["width"]), 16), range(4, int(box["height"]), 16)):
+        page.mouse.move(box["x"] + x, box["y"] + y)
+        tip = page.locator(".tip")
+        if tip.is_visible() and (found := re.match(r"Query (\d), key (\d)", tip.text_content() or "")):
+            places[int(found[1]), int(found[2])] = {"x": x, "y": y}
+    canvas.click(position=places[0, 5])
+    # Tiles that were visible in part are whole ones now.
+    expect(summary).to_contain_text("7 tiles visited, 0 of them partial, 2 skipped")
+    expect(page).to_have_url(re.compile("mask=drawn&tiles=101-110-111"))
+    canvas.click(position=places[5, 0])
+    expect(summary).to_contain_text("6 tiles visited, 0 of them partial, 3 skipped")
+    canvas.click(position=places[5, 0])
+    expect(page).to_have_url(re.compile("mask=drawn&tiles=101-110-111"))
+    page.reload()
+    expect(page.locator("[data-summary]")).to_contain_text("7 tiles visited")
 
 
 def test_bad_input_is_named_and_changes_nothing(open_page: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import TileMask, tile_mask
+from tilewise.tiles import lists_of
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -229,6 +230,40 @@ def test_masks_are_the_same_on_both_devices(name: str) -> None:
         (mask.cut((128, 900), (0, 777)), here.cut((128, 900), (0, 777))),
     ):  # fmt: skip
         assert torch.equal(got.dense().cpu(), want.dense())
+
+
+@every_mask
+def test_two_kernels_make_the_lists(name: str) -> None:
+    """The same as the many of tiles.lists_of, word for word."""
+    mask = MASKS[name]()
+    assert mask.lists is not None
+    assert torch.equal(mask.lists, lists_of(mask.tiles))
+
+
+def test_memory_is_a_fraction_of_the_dense_mask() -> None:
+    """Bits in a tenth of the tiles: below 2 % of a boolean tensor, with the lists."""
+    kinds = torch.rand(64, 64, device="cuda") < 0.1
+    dense = kinds.repeat_interleave(128, 0).repeat_interleave(128, 1) & (torch.arange(8192, device="cuda") % 3 > 0)
+    mask = TileMask.from_dense(dense)
+    assert mask.counts.full == 0
+    assert mask.nbytes < 0.02 * dense.nbytes
+    assert torch.equal(mask.dense()[0, 0], dense)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_whole_tiles_with_masks_of_heads(head_dim: int, kv_heads: int) -> None:
+    """Gradients of keys that nothing sees, and of queries that see nothing, are 0 in memory that held NaN."""
+    q, k, v = randn(2, 8, 640, head_dim), randn(2, kv_heads, 1280, head_dim), randn(2, kv_heads, 1280, head_dim)
+    mask = holes(2, 8, 640, 1280)
+    want = trained(lambda q, k, v: tw.attention(q, k, v, mask=mask.dense()), q, k, v)
+    for _ in range(2):
+        torch.cuda.empty_cache()
+        left = torch.full((2**26,), float("nan"), device="cuda")
+        del left
+        got = trained(lambda q, k, v: tw.attention(q, k, v, mask=mask), q, k, v)
+        assert_near(got, want)
+        assert not got[1][:, :, ::97].any()
 
 
 def test_explain_shows_what_a_mask_leaves() -> None:

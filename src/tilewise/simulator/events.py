@@ -91,6 +91,7 @@ from typing import Any, ClassVar, Literal
 
 from tilewise.errors import InvalidProblem
 from tilewise.masks import Band, TileGrid
+from tilewise.simulator.drawn import Drawn
 
 __all__ = [
     "Algorithm",
@@ -214,6 +215,7 @@ class ArraySpec:
 class Workload:
     """Sizes of one head of one sequence, tiles, and modelled element sizes. In a matmul (seqlen_q, head_dim) is a, and
     (head_dim, seqlen_k) is b. `block_k` tiles its inner dimension; `block_table` are the physical pages of `paged`.
+    `seen` is a mask of any form, in place of `left` and `right` (see drawn.py).
     """
 
     seqlen_q: int
@@ -230,10 +232,13 @@ class Workload:
     num_splits: int = 1
     block_k: int = 1
     block_table: tuple[int, ...] | None = None
+    seen: tuple[str, ...] | None = None
 
     @property
-    def band(self) -> Band:
+    def band(self) -> Band | Drawn:
         """The visible part of the scores."""
+        if self.seen is not None:
+            return Drawn(self.seen)
         return Band(self.seqlen_q, self.seqlen_k, self.left, self.right)
 
     @property

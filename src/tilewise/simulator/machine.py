@@ -99,13 +99,9 @@ def _array(name: str, spec: ArraySpec, inputs: Mapping[str, NDArray[Any]]) -> Ma
 def _mask(work: Workload, event: Compute, sources: list[Matrix]) -> Matrix:
     if event.rows is None or event.cols is None:
         raise ValueError("a mask needs its rows and columns")
-    distance = np.arange(*event.cols)[None, :] - (np.arange(*event.rows)[:, None] + work.band.offset)
-    hidden = np.zeros(distance.shape, dtype=bool)
-    if work.left is not None:
-        hidden |= distance < -work.left
-    if work.right is not None:
-        hidden |= distance > work.right
-    return np.where(hidden, -math.inf, sources[0])
+    band = work.band
+    seen = [[band.sees(m_idx, n_idx) for n_idx in range(*event.cols)] for m_idx in range(*event.rows)]
+    return np.where(seen, sources[0], -math.inf)
 
 
 def _init(_: Workload, event: Compute, __: list[Matrix]) -> Matrix:

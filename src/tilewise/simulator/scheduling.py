@@ -87,13 +87,14 @@ def _check(algorithm: Algorithm, work: Workload) -> None:
     for item in dataclasses.fields(work):
         value = getattr(work, item.name)
         least = 0 if item.name in ("left", "right") else 1
-        if item.name in ("scale", "block_table") or (value is None and least == 0):
+        if item.name in ("scale", "block_table", "seen") or (value is None and least == 0):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise InvalidProblem(item.name, f"a whole number of at least {least}", repr(value), "Change the workload.")
     if not math.isfinite(work.scale):
         raise InvalidProblem("scale", "a finite number", work.scale, "1 / sqrt(head_dim) is usual.")
     _check_pages(algorithm, work)
+    _check_drawn(work)
     tiles = _tiles(algorithm, work)
     if tiles > MOST_TILES:
         fix = "Take larger tiles, or the closed forms of tilewise.plan.cost."
@@ -110,6 +111,17 @@ def _check_pages(algorithm: Algorithm, work: Workload) -> None:
         raise InvalidProblem(
             "block_table", f"{pages} pages of 0 or more", table, f"{work.seqlen_k} keys fill {pages} pages."
         )
+
+
+def _check_drawn(work: Workload) -> None:
+    if work.seen is None:
+        return
+    if (work.left, work.right) != (None, None):
+        fix = "Write the window into the mask."
+        raise InvalidProblem("seen", "a mask without left and right", (work.left, work.right), fix)
+    if len(work.seen) != work.seqlen_q or any(len(row) != work.seqlen_k or set(row) - {"0", "1"} for row in work.seen):
+        expected = f"{work.seqlen_q} texts of {work.seqlen_k} times 0 or 1"
+        raise InvalidProblem("seen", expected, work.seen, "Give one text a query, one character a key.")
 
 
 def _tiles(algorithm: Algorithm, work: Workload) -> int:

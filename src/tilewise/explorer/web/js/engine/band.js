@@ -90,3 +90,34 @@ export class Band {
     return ramp + (this.seqlenQ - rampStop) * this.seqlenK;
   }
 }
+
+/** A mask pair by pair, such as one that was drawn; the mirror of tilewise/simulator/drawn.py. */
+export class Drawn {
+  /** @param {string[]} rows  one text a query, "1" for a key that it sees */
+  constructor(rows) {
+    this.rows = rows;
+  }
+
+  /** Whether query m attends to key n. @param {number} m @param {number} n */
+  sees(m, n) {
+    return this.rows[m][n] === "1";
+  }
+
+  /** @param {number} mBlock @param {number} nBlock @param {TileGrid} grid @returns {TileKind} */
+  tileKind(mBlock, nBlock, { blockM, blockN }) {
+    const parts = this.rows
+      .slice(mBlock * blockM, (mBlock + 1) * blockM)
+      .map((row) => row.slice(nBlock * blockN, (nBlock + 1) * blockN));
+    if (!parts.some((part) => part.includes("1"))) return "skip";
+    return parts.every((part) => part === "1".repeat(blockN)) ? "full" : "partial";
+  }
+
+  /** Tiles by kind. @param {TileGrid} grid */
+  countTiles(grid) {
+    const counts = { full: 0, partial: 0, skip: 0 };
+    for (let m = 0; m < blocks(this.rows.length, grid.blockM); m++)
+      for (let n = 0; n < blocks(this.rows[0].length, grid.blockN); n++) counts[this.tileKind(m, n, grid)]++;
+    const { full, partial, skip } = counts;
+    return { full, partial, skipped: skip, visited: full + partial };
+  }
+}

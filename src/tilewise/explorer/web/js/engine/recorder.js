@@ -3,13 +3,14 @@
  * are spelt as there, because a test compares the events of both, one by one.
  */
 
-import { Band } from "tilewise/engine/band.js";
+import { Band, Drawn } from "tilewise/engine/band.js";
 
 /**
  * @typedef {import("tilewise/engine/band.js").Span} Span
  * @typedef {{seqlen_q: number, seqlen_k: number, head_dim: number, head_dim_v: number, block_m: number,
  *   block_n: number, left: number | null, right: number | null, scale: number, itemsize: number,
- *   wide_itemsize: number, num_splits: number, block_k: number, block_table: number[] | null}} Workload
+ *   wide_itemsize: number, num_splits: number, block_k: number, block_table: number[] | null,
+ *   seen: string[] | null}} Workload
  * @typedef {{rows: number, cols: number, wide: boolean, fill: "input" | "empty" | "zero" | "minus_infinity"}} ArraySpec
  * @typedef {{kind: "load" | "store" | "compute" | "rescale" | "skip" | "free", phase: string,
  *   m_block: number | null, n_block: number | null, part: number | null, elements: number, bytes: number,
@@ -35,6 +36,7 @@ const PLAIN = {
   num_splits: 1,
   block_k: 1,
   block_table: null,
+  seen: null,
 };
 
 /** A workload with what is not given as in Python. @param {Partial<Workload>} sizes @returns {Workload} */
@@ -42,8 +44,9 @@ export function workload(sizes) {
   return { ...PLAIN, ...sizes };
 }
 
-/** @param {Workload} work */
+/** @param {Workload} work @returns {Band | Drawn} */
 export function bandOf(work) {
+  if (work.seen !== null) return new Drawn(work.seen);
   return new Band(work.seqlen_q, work.seqlen_k, work.left, work.right);
 }
 

@@ -34,7 +34,10 @@ export class TileFigure {
     this.phaseColours = phaseColours;
     /** @type {Replay | null} */
     this.replay = null;
+    /** @type {import("tilewise/engine/band.js").Band | import("tilewise/engine/band.js").Drawn} */
     this.band = new Band(0, 0);
+    /** What a click on a tile does. @type {((mBlock: number, nBlock: number) => void) | null} */
+    this.onTile = null;
     this.mBlocks = 0;
     this.nBlocks = 0;
     /** @type {import("tilewise/engine/band.js").TileKind[]} */
@@ -50,6 +53,12 @@ export class TileFigure {
     this.element = this.figure.element;
     this.element.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#hover(event));
     this.element.addEventListener("pointerleave", () => showTip(null));
+    this.element.addEventListener("click", (/** @type {MouseEvent} */ event) => {
+      const pair = this.#pairAt(event);
+      if (pair === null || this.replay === null) return;
+      const { block_m: height, block_n: width } = this.replay.trace.workload;
+      this.onTile?.(Math.floor(pair[0] / height), Math.floor(pair[1] / width));
+    });
   }
 
   /** @param {Replay} replay */
@@ -79,18 +88,22 @@ export class TileFigure {
     return `${this.name}: ${place}; ${done} of ${all} tiles done; ${writes.join(", ")}.`;
   }
 
+  /** The query and key under the pointer. @param {MouseEvent} event @returns {[number, number] | null} */
+  #pairAt(event) {
+    if (this.replay === null) return null;
+    const frame = this.#frame(this.figure.width);
+    const box = this.element.getBoundingClientRect();
+    const row = Math.floor((event.clientY - box.top - frame.y) / frame.cell);
+    const col = Math.floor((event.clientX - box.left - frame.x) / frame.cell);
+    const { workload } = this.replay.trace;
+    return row >= 0 && col >= 0 && row < workload.seqlen_q && col < workload.seqlen_k ? [row, col] : null;
+  }
+
   /** A cell's score and weight. @param {PointerEvent} event */
   #hover(event) {
     if (this.replay === null || !this.replay.inputs.q || !this.replay.inputs.k) return;
-    const frame = this.#frame(this.figure.width);
-    const box = this.element.getBoundingClientRect();
-    const [row, col] = [
-      Math.floor((event.clientY - box.top - frame.y) / frame.cell),
-      Math.floor((event.clientX - box.left - frame.x) / frame.cell),
-    ];
-    const { workload } = this.replay.trace;
-    const inside = row >= 0 && col >= 0 && row < workload.seqlen_q && col < workload.seqlen_k;
-    showTip(inside ? pairText(this.replay, row, col) : null, event.clientX, event.clientY);
+    const pair = this.#pairAt(event);
+    showTip(pair && pairText(this.replay, ...pair), event.clientX, event.clientY);
   }
 
   /** When each tile is first touched and when it is done with. @param {Replay} replay */

@@ -1,9 +1,9 @@
 /** Tiles: naive, FA-1 and FA-2 order side by side, step by step, on real numbers. */
 
 import { fa1, fa2, naive } from "tilewise/engine/attention.js";
-import { Band } from "tilewise/engine/band.js";
 import { differenceFromNaive, headInputs } from "tilewise/engine/check.js";
-import { workload } from "tilewise/engine/recorder.js";
+import { documentRows, drawnRows, neighbourRows, prefixRows, toggled } from "tilewise/engine/drawing.js";
+import { bandOf, workload } from "tilewise/engine/recorder.js";
 import { Replay } from "tilewise/engine/replay.js";
 import { countersAt, peakBytes } from "tilewise/engine/timeline.js";
 import { CodeBox } from "tilewise/ui/code.js";
@@ -62,7 +62,53 @@ function specs(devices) {
         ["causal", "causal"],
         ["window", "causal window"],
         ["band", "window, both sides"],
+        ["prefix", "prefix, then causal"],
+        ["documents", "documents"],
+        ["neighbours", "neighbours in a picture"],
+        ["drawn", "drawn: click tiles"],
       ],
+      help: "A click on a tile of a figure hides or shows it",
+    },
+    {
+      key: "prefix",
+      label: "Prefix",
+      type: "number",
+      value: 2,
+      min: 1,
+      max: MOST_TOKENS,
+      help: "First tokens, which all see",
+      when: (values) => values.mask === "prefix",
+    },
+    {
+      key: "documents",
+      label: "Documents",
+      type: "number",
+      value: 2,
+      min: 1,
+      max: MOST_TOKENS,
+      help: "Tokens see those of their own document",
+      when: (values) => values.mask === "documents",
+    },
+    {
+      key: "width",
+      label: "Picture width",
+      type: "number",
+      value: 3,
+      min: 1,
+      max: MOST_TOKENS,
+      help: "Tokens are pixels, row by row; each sees those next to it",
+      when: (values) => values.mask === "neighbours",
+    },
+    {
+      key: "tiles",
+      label: "Tiles",
+      type: "text",
+      value: "",
+      parse: (text) => {
+        if (!/^[01-]*$/.test(text)) throw new Error("rows of 0 and 1 with - between them, such as 10-11");
+      },
+      help: "A row of tiles after the other: 1 is seen, 0 is skipped; tiles that are not named are seen",
+      when: (values) => values.mask === "drawn",
     },
     {
       key: "w",
@@ -91,12 +137,24 @@ const PRESETS = /** @type {[string, Values][]} */ ([
   ["6 tokens, blocks of 2", { n: 6, bm: 2, bn: 2, d: 2, heads: 1, mask: "full" }],
   ["the same with d = 4: FA-1 loses", { n: 6, bm: 2, bn: 2, d: 4, heads: 1, mask: "full" }],
   ["8 tokens, causal", { n: 8, bm: 2, bn: 2, d: 2, heads: 1, mask: "causal" }],
+  ["12 tokens, prefix", { n: 12, bm: 2, bn: 2, d: 2, heads: 1, mask: "prefix", prefix: 4 }],
+  ["12 tokens, 3 documents", { n: 12, bm: 2, bn: 2, d: 2, heads: 1, mask: "documents", documents: 3 }],
   ["16 tokens, window", { n: 16, bm: 2, bn: 2, d: 2, heads: 1, mask: "window", w: 4 }],
   ["64 tokens, blocks of 8", { n: 64, bm: 8, bn: 8, d: 8, heads: 1, mask: "causal" }],
   ["128 × 128 blocks, d = 128", { n: 128, bm: 128, bn: 128, d: 128, heads: 1, mask: "full" }],
 ]);
 
 const PHASES = /** @type {const} */ ({ scores: "computing", softmax: "rescaled", values: "stored" });
+
+/** The part of a workload that a mask means: sides of a window, or who sees whom. @param {Values} values */
+function maskOf(values) {
+  const { mask, n } = values;
+  if (mask === "prefix") return { seen: prefixRows(n, values.prefix) };
+  if (mask === "documents") return { seen: documentRows(n, values.documents) };
+  if (mask === "neighbours") return { seen: neighbourRows(n, values.width) };
+  if (mask === "drawn") return { seen: drawnRows(n, values.bm, values.bn, values.tiles) };
+  return sidesOf(values);
+}
 
 /** The sides of the window that a mask means. @param {Values} values */
 export function sidesOf(values) {
@@ -199,6 +257,7 @@ class TilesView {
       // Figure and memory on one screen, also on a projector.
       innerHeight < 850 ? 140 : 260,
     );
+    figure.onTile = (mBlock, nBlock) => this.#toggle(mBlock, nBlock);
     const box = new MemoryBox(id, { rowState: statistics !== null });
     const text = caption();
     const bar = h("span", { class: `bar-${id}` });
@@ -246,6 +305,16 @@ class TilesView {
     this.#rebuild(0);
   }
 
+  /** Hide or show a tile: the mask becomes a drawn one. @param {number} mBlock @param {number} nBlock */
+  #toggle(mBlock, nBlock) {
+    const { n, bm, bn } = this.form.values;
+    const band = bandOf(this.panels[1].replays[0].trace.workload);
+    const grid = { blockM: bm, blockN: bn };
+    const tiles = toggled(n, bm, bn, mBlock, nBlock, (m, key) => band.tileKind(m, key, grid) !== "skip");
+    this.form.set({ mask: "drawn", tiles });
+    this.#rebuild(0);
+  }
+
   /** Heads one after the other; all ways end together. */
   get #steps() {
     return this.panels[1].replays[0]?.stops.length ?? 0;
@@ -279,7 +348,7 @@ class TilesView {
       block_m: values.bm,
       block_n: values.bn,
       scale: 1 / Math.sqrt(values.d),
-      ...sidesOf(values),
+      ...maskOf(values),
     });
     for (const panel of this.panels) {
       const trace = panel.schedule(work);
@@ -294,9 +363,7 @@ class TilesView {
   /** @param {import("tilewise/engine/recorder.js").Workload} work */
   #summarise(work) {
     const { values } = this.form;
-    const sides = sidesOf(values);
-    const band = new Band(values.n, values.n, sides.left, sides.right);
-    const tiles = band.countTiles({ blockM: values.bm, blockN: values.bn });
+    const tiles = bandOf(work).countTiles({ blockM: values.bm, blockN: values.bn });
     const all = tiles.visited + tiles.skipped;
     const heads = values.heads > 1 ? `, for each of ${values.heads} heads` : "";
     const masked =
