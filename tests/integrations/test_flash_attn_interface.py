@@ -110,8 +110,43 @@ def test_qv_adds_to_the_scores() -> None:
     expected = tw.attention(q, k_all, v_all, bias=extra, scale=24**-0.5, causal=True, layout="bshd")
     close(out, expected)  # type: ignore[arg-type]
     latent_v, latent_qv = randn(1, 5, 1, 512), randn(1, 3, 4, 512)
-    with pytest.raises(tw.Unsupported, match="576, above 512"):
-        fa3.flash_attn_func(randn(1, 3, 4, 64), randn(1, 5, 1, 64), latent_v, qv=latent_qv)
+    with pytest.raises(tw.Unsupported, match="584, above 576"):
+        fa3.flash_attn_func(randn(1, 3, 4, 72), randn(1, 5, 1, 72), latent_v, qv=latent_qv)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_qv_of_a_latent(grad: bool) -> None:
+    """k is stored behind v, as DeepSeek's models do: the same result as copies, and gradients too."""
+    q, qv, latent = randn(2, 3, 16, 64), randn(2, 3, 16, 512), randn(2, 5, 1, 576).requires_grad_(grad)
+    out = fa3.flash_attn_func(q, latent[..., 512:], latent[..., :512], qv=qv, causal=True)
+    k, v = latent[..., 512:].detach().clone(), latent[..., :512].detach().clone()
+    k.requires_grad_(grad)
+    v.requires_grad_(grad)
+    want = fa3.flash_attn_func(q, k, v, qv=qv, causal=True)
+    close(out, want)  # type: ignore[arg-type]
+    if grad:
+        (got,) = torch.autograd.grad(out.square().sum(), latent)  # type: ignore[union-attr]
+        dk, dv = torch.autograd.grad(want.square().sum(), (k, v))  # type: ignore[union-attr]
+        close(got, torch.cat((dv, dk), -1))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_qv_with_a_cache_of_latents(paged: bool) -> None:
+    q, qv, latent = randn(2, 2, 16, 64), randn(2, 2, 16, 512), randn(2, 32, 1, 576)
+    k_new, v_new = randn(2, 2, 1, 64, seed=5), randn(2, 2, 1, 512, seed=6)
+    lengths, whole = int32(5, 9), latent.clone()
+    for i, start in enumerate(lengths.tolist()):
+        whole[i, start : start + 2, :, :512], whole[i, start : start + 2, :, 512:] = v_new[i], k_new[i]
+    stored = latent.view(4, 16, 1, 576).clone() if paged else latent.clone()
+    table = int32(0, 1, 2, 3).view(2, 2) if paged else None
+    out = fa3.flash_attn_with_kvcache(
+        q, stored[..., 512:], stored[..., :512], k_new, v_new, qv, cache_seqlens=lengths, page_table=table, causal=True
+    )
+    assert torch.equal(stored.view_as(whole), whole)
+    for i, start in enumerate(lengths.tolist()):
+        keys = whole[i : i + 1, : start + 2]
+        want = tw.attention(torch.cat((qv, q), -1)[i : i + 1], keys, keys[..., :512], causal=True, layout="bshd")
+        close(out[i : i + 1], want)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -280,8 +315,10 @@ def test_kvcache_rotary_offsets() -> None:
 
 def test_kvcache_refuses_what_would_copy_the_cache() -> None:
     q, cache = randn(1, 1, 2, 8), randn(1, 4, 2, 8)
-    with pytest.raises(tw.Unsupported, match="concatenate k and v once"):
+    with pytest.raises(tw.Unsupported, match="keep k right behind v"):
         fa3.flash_attn_with_kvcache(q, cache, cache, qv=q, cache_seqlens=2)
+    with pytest.raises(tw.InvalidProblem, match="columns of v_cache"):
+        fa3.flash_attn_with_kvcache(q, cache[..., 4:], cache[..., :4], qv=q, cache_seqlens=2)
 
 
 @pytest.mark.parametrize("kind", ["whole", "lengths", "permuted", "padded", "paged", "packed q"])

@@ -28,7 +28,7 @@ from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import check_tables, rotate
 from tilewise.totals import check_totals
 
-__all__ = ["Rotary", "Store", "append_and_attend"]
+__all__ = ["Rotary", "Store", "append_and_attend", "latent_of"]
 
 Lengths = int | Tensor
 LENGTHS = "An int for all sequences, or int32 (batch,)."
@@ -84,6 +84,17 @@ class Store:
             return self
         return dataclasses.replace(self, table=self.table.index_select(0, self.batch_idx), batch_idx=None)
 
+    def joined(self) -> Store:
+        """The store whose keys are [v | k], in the same memory."""
+        latent = latent_of(self.k, self.v)
+        if latent is None or self.leftpad is not None or self.k.dtype == E4M3:
+            raise Unsupported(
+                "qv with a cache: keep k right behind v, as columns of one tensor of fp16, bf16 or fp32 (v_cache = "
+                "latent[..., :512], k_cache = latent[..., 512:]), and pass no cache_leftpad; otherwise every step "
+                "would copy the cache"
+            )
+        return dataclasses.replace(self, k=latent, v=latent[..., : self.v.shape[-1]])
+
     @property
     def capacity(self) -> int:
         """Maximum tokens of a sequence."""
@@ -122,6 +133,16 @@ class Store:
         if self.batch_idx is not None:
             return self.batch_idx.int()
         return torch.arange(batch, dtype=torch.int32, device=self.k.device)
+
+
+def latent_of(k: Tensor, v: Tensor) -> Tensor | None:
+    """The rows [v | k] without a copy, where k is stored right behind v: the columns of a latent. None elsewhere."""
+    same = k.dtype == v.dtype and k.stride() == v.stride() and k.shape[:-1] == v.shape[:-1] and k.stride(-1) == 1
+    if not same or k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
+        return None
+    if k.storage_offset() != v.storage_offset() + v.shape[-1]:
+        return None
+    return v.as_strided((*v.shape[:-1], v.shape[-1] + k.shape[-1]), v.stride())
 
 
 class Rotary(NamedTuple):
@@ -164,11 +185,13 @@ def append_and_attend(
     max_seqlen_q: int | None = None,
     chunk: int = 0,
     descales: Descales | None = None,
+    qv: Tensor | None = None,
     **flags: Any,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q, dense (batch, seqlen_q, ...) or packed with `cu_seqlens_q`; the store then holds k and v too.
 
-    `descales` belong to an e4m3 store, which cannot be attended without them. Other stores ignore them.
+    `descales` belong to an e4m3 store, which cannot be attended without them. Other stores ignore them. `qv`.v is added
+    to the scores; k is then stored behind v.
     """
     rank, expected = 4, "(batch, seqlen, heads, dim)"
     if cu_seqlens_q is not None:
@@ -195,6 +218,11 @@ def append_and_attend(
         _check_new(k, v, store, batch, cu_seqlens_k_new)
         write, q = _appending(store, q, k, v, total, rotary, batch, cu_seqlens_q, cu_seqlens_k_new)
         total = total + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
+    if qv is not None:
+        if qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != store.v.shape[-1]:
+            expected = f"shape {(*q.shape[:-1], store.v.shape[-1])}, q's with the columns of v_cache"
+            raise InvalidProblem("qv", expected, tuple(qv.shape), "It meets the rows of v.")
+        q, store = torch.cat((qv.to(q.dtype), q), -1), store.joined()
     whole = store.table is None and store.batch_idx is None and store.leftpad is None
     if whole and isinstance(total, int) and cu_seqlens_q is None:
         return _attend_dense(q, store, total, write, chunk, descales, flags)

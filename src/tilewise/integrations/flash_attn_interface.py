@@ -3,7 +3,7 @@
 Tensors as in FA2. `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` tune FA3's own kernels: they are
 accepted and change nothing. FP8 (e4m3) inputs with their descales run as tilewise's own FP8, widened to bf16 only
 together with `attention_chunk` or `seqused_*`, and give bf16 out, as in FA3; descales of other dtypes are ignored, as
-in FA3. `qv` adds qv.v to the scores by lengthening the keys, so head_dim + head_dim_v may be at most 512.
+in FA3. `qv` adds qv.v to the scores: the keys are [v | k], without a copy where k is stored right behind v (a latent).
 `attention_chunk` and `seqused_*` are exact and have gradients. The functions that begin with an underscore are imported
 by libraries with a backward of their own.
 """
@@ -117,7 +117,7 @@ def attend(
     else:
         if fp8:
             q, k, v, out_scale = descales.widened(q, k, v, None if totals is None else totals[0])
-        q, k = _lengthened(q, k, v, qv, fp8)
+        q, k, v = _lengthened(q, k, v, qv, fp8)
     if is_cut:
         if packed is None:
             # Chunks of dense sequences are packed sequences, too.
@@ -240,16 +240,13 @@ def flash_attn_with_kvcache(
 
     With `return_softmax_lse` the result is (out, lse, out_accum, lse_accum) as in FA3; the accumulators are empty,
     because splits are merged inside the kernel. FP8 q, k, v and caches come with their descales, are appended unchanged
-    and give bf16 out. Rejects `qv`, which would copy the whole cache at every step, and rotary tables together with
-    FP8.
+    and give bf16 out. `qv` needs a cache that holds k right behind v, as columns of one tensor. Rejects rotary tables
+    together with FP8.
     """
     del scheduler_metadata, num_splits, pack_gqa, sm_margin
     require_tensors(q=q)
     if qv is not None:
-        raise Unsupported(
-            "qv with a cache: concatenate k and v once when they are written, store that as k_cache, and pass q with "
-            "qv appended to it"
-        )
+        require_tensors(qv=qv)
     if q.dtype == E4M3 and rotary_cos is not None:
         raise Unsupported("rotary tables with FP8: turn q and k before they are quantised")
     attention_chunk = _chunk_of(attention_chunk)
@@ -264,6 +261,7 @@ def flash_attn_with_kvcache(
         max_seqlen_q=length("max_seqlen_q", max_seqlen_q),
         chunk=attention_chunk,
         descales=Descales(q_descale, k_descale, v_descale),
+        qv=qv,
         **flags,
     )
     return (out, lse, *_accumulators(out)) if return_softmax_lse else out
@@ -465,10 +463,10 @@ def _chunk_of(attention_chunk: object) -> int:
     return chunk
 
 
-def _lengthened(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor]:
-    """Scores q.k + qv.v are (q, qv).(k, v)."""
+def _lengthened(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, fp8: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores q.k + qv.v are (qv, q).(v, k). The result's v is a view of its k."""
     if qv is None:
-        return q, k
+        return q, k, v
     if fp8:
         raise Unsupported("qv with FP8: pass q, k, v and qv in bf16")
     head_dim = q.shape[-1] + qv.shape[-1]
@@ -477,4 +475,9 @@ def _lengthened(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, fp8: bool) -
             f"qv: head_dim + head_dim_v is {head_dim}, above {MAX_HEAD_DIM}; call flash_attn_func on the expanded keys "
             "(each head with its own k and v) instead of the latent ones"
         )
-    return torch.cat((q, qv.to(q.dtype)), -1), torch.cat((k, v), -1)
+    # Gradients and compilers follow a copy, not memory that two tensors share.
+    followed = (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)) or torch.compiler.is_compiling()
+    latent = None if followed else cache.latent_of(k, v)
+    if latent is None:
+        latent = torch.cat((v, k), -1)
+    return torch.cat((qv.to(q.dtype), q), -1), latent, latent[..., : v.shape[-1]]
