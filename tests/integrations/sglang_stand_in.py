@@ -149,7 +149,7 @@ class MHATokenToKVPool:
         self.start_layer, self.waited = 0, 0
         slots = size + page_size
         dims = (head_dim, v_head_dim or head_dim)
-        shapes = [(slots, head_num, dim) for dim in dims]
+        shapes: list[tuple[int, ...]] = [(slots, head_num, dim) for dim in dims]
         if kv_cache_layout == "hnd":
             shapes = [(slots // page_size, head_num, page_size, dim) for dim in dims]
         # What no request wrote is never read: NaN in every format.

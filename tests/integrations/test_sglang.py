@@ -305,7 +305,7 @@ RUNNERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", RUNNERS)
 def test_servers_that_are_refused(name: str) -> None:
     changed, words = RUNNERS[name]
-    given = {"pool": MHATokenToKVPool(*POOL), "dtype": torch.float32} | changed
+    given: dict[str, Any] = {"pool": MHATokenToKVPool(*POOL), "dtype": torch.float32} | changed
     with pytest.raises(tw.Unsupported, match=words):
         _made(model_runner(max_requests=REQUESTS, context=CONTEXT, **given))
 

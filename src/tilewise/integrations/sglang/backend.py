@@ -225,4 +225,4 @@ def _pages(buffer: Tensor, pool: Any) -> Tensor:
     if pool.kv_cache_layout == "hnd":
         return buffer.transpose(1, 2)
     count = len(buffer) // pool.page_size
-    return buffer[: count * pool.page_size].unflatten(0, (count, pool.page_size))
+    return buffer[: count * pool.page_size].view(count, pool.page_size, *buffer.shape[1:])

@@ -38,9 +38,10 @@ def refuse_runner(runner: Any) -> None:
 
 def refuse_pool(pool: Any, plain: type, dtype: torch.dtype) -> None:
     """Raise for a pool other than plain keys and values in the model's dtype or in e4m3."""
-    if type(pool) is not plain:
+    kind = type(pool)
+    if kind is not plain:
         raise Unsupported(
-            f"the KV pool {type(pool).__name__}: tilewise reads {plain.__name__}. For models with sliding windows "
+            f"the KV pool {kind.__name__}: tilewise reads {plain.__name__}. For models with sliding windows "
             "start with --disable-hybrid-swa-memory"
         )
     if pool.kv_cache_layout not in LAYOUTS:
