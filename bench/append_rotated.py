@@ -89,18 +89,19 @@ class Case:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         q, k = (x * cos + _swapped(x) * sin for x in (q, k))
         k_scale, v_scale = self.scales
+        result: Tensor = q
         if self.grows:
             assert k_scale is not None
             assert v_scale is not None
             append_quantised((k, v), (self.pages[0], self.pages[1]), (k_scale, v_scale), self.slots)
-            return q
+            return result
         memory = self.pages
         if self.is_e4m3:
             k, v = ((x / s).clamp(-448, 448).to(E4M3).view(torch.uint8) for x, s in ((k, k_scale), (v, v_scale)))
             memory = self.pages.view(torch.uint8)
         for new, pages in zip((k, v), memory, strict=True):
             pages.index_put_(self.places, new)
-        return q
+        return result
 
     def check(self) -> float:
         """The largest error of the one launch, in q and in K; raises if either way is wrong."""
@@ -179,7 +180,7 @@ def main() -> None:
             for norm in (True, False):
                 case = Case(rows, pages, norm, given.device)
                 row: dict[str, Any] = {"rows": rows, "pages": pages, "norm": norm, "error of q": case.check()}
-                times = {"eager": functools.partial(eager_us, device=given.device)}
+                times: dict[str, Callable[[Run], float]] = {"eager": functools.partial(eager_us, device=given.device)}
                 if given.device == "cuda":
                     times["graph"] = graph_us
                 for name, clock in times.items():

@@ -24,6 +24,8 @@ HEADS, KV_HEADS, DIM, DIM_V, PAGE_SIZE = 6, 2, 16, 24, 4
 LENGTHS = [0, 1, 3, 4, 5, 8, 12, 13, 40, 129]
 # Untyped: much of what is passed here is wrong on purpose.
 decode: Any = context_parallel_decode
+alone: Any = tw.attention_paged
+append: Any = append_rotated
 
 
 class Whole:
@@ -54,11 +56,11 @@ class Whole:
     def check(self, q: Tensor | None = None, **flags: Any) -> None:
         q = self.q if q is None else q
         given = {"causal": True} | flags
-        whole = tw.attention_paged(q, *self.pages, self.table, self.seqlens, return_lse=True, **given)
+        whole = alone(q, *self.pages, self.table, self.seqlens, return_lse=True, **given)
         mine = decode(q, *self.local_pages, self.local_table, self.seqlens, return_lse=True, **flags)
-        close = {"atol": 2e-2, "rtol": 2e-2} if q.dtype == torch.bfloat16 else {"atol": 5e-6, "rtol": 5e-6}
+        close = 2e-2 if q.dtype == torch.bfloat16 else 5e-6
         for a, b in zip(mine, whole, strict=True):
-            torch.testing.assert_close(a, b, **close)
+            torch.testing.assert_close(a, b, atol=close, rtol=close)
         everywhere = [torch.empty_like(mine[0]) for _ in range(self.world)]
         dist.all_gather(everywhere, mine[0].contiguous())
         assert all(torch.equal(part, mine[0]) for part in everywhere), "every rank has the same bits"
@@ -137,7 +139,7 @@ def e4m3_pages() -> None:
         codes = [(p.nan_to_num() / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn) for p in pages]
         made.append([fp8.Fp8Tensor(c, scale, "page", "paged") for c in codes])
     q = whole.q.bfloat16()
-    want = tw.attention_paged(q, *made[0], whole.table, whole.seqlens)
+    want = alone(q, *made[0], whole.table, whole.seqlens)
     got = decode(q, *made[1], whole.local_table, whole.seqlens)
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
@@ -159,12 +161,12 @@ def growing() -> None:
         positions = torch.cat([torch.arange(a, b) for a, b in zip(before.tolist(), lengths.tolist(), strict=True)])
         q, k, v = (torch.randn(len(positions), n, DIM, generator=draw) for n in (HEADS, KV_HEADS, KV_HEADS))
         slots = table[sequences, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-        append_rotated(q, k, v, *pages, slots, positions, turns)
+        append(q, k, v, *pages, slots, positions, turns)
         mine = local_slots(local_table, positions, PAGE_SIZE, sequences=sequences)
-        turned = append_rotated(q, k, v, *local, mine, positions, turns)
+        turned = append(q, k, v, *local, mine, positions, turns)
         totals = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
         flags = {"cu_seqlens_q": totals}
-        want = tw.attention_paged(turned, *pages, table.int(), lengths.int(), causal=True, **flags)
+        want = alone(turned, *pages, table.int(), lengths.int(), causal=True, **flags)
         got = decode(turned, *local, local_table.int(), lengths.int(), **flags)
         torch.testing.assert_close(got, want, atol=5e-6, rtol=5e-6)
 
@@ -217,7 +219,7 @@ def sub_group() -> None:
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
         whole = Whole(group=group)
-        want = tw.attention_paged(whole.q, *whole.pages, whole.table, whole.seqlens)
+        want = alone(whole.q, *whole.pages, whole.table, whole.seqlens)
         got = decode(whole.q, *whole.local_pages, whole.local_table, whole.seqlens, group)
         torch.testing.assert_close(got, want, atol=5e-6, rtol=5e-6)
 

@@ -97,7 +97,11 @@ def test_order_norm_and_rotary_dim(interleaved: bool, norm: str, rotary_dim: int
 def test_dtypes(dtype: torch.dtype, page_dtype: torch.dtype) -> None:
     """Rows, pages, weights and tables may have dtypes of their own; nothing is rounded in between."""
     given = inputs(dtype, page_dtype=page_dtype) | {"cos_sin": table(DIM, torch.float64)}
-    options = {"norm_eps": 1e-6, "q_weight": torch.rand(DIM).bfloat16(), "k_weight": torch.rand(DIM).half()}
+    options: dict[str, Any] = {
+        "norm_eps": 1e-6,
+        "q_weight": torch.rand(DIM).bfloat16(),
+        "k_weight": torch.rand(DIM).half(),
+    }
     out = append_rotated(**given, **options)
     assert out.dtype == dtype
     check(given, out, **options)
@@ -211,7 +215,7 @@ def test_e4m3_with_scales_that_grow() -> None:
         q, k, v = (size * torch.randn(rows, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
         turned = caches[0].append_rotated(q, k, v, positions, turns)
         plain = torch.empty(2, 4 * rows, 1, KV_HEADS, DIM)
-        append_rotated(q, k, v, *plain, torch.arange(rows), positions, turns)
+        append_rotated(q, k, v, plain[0], plain[1], torch.arange(rows), positions, turns)
         caches[1].append(plain[0, :rows, 0], v)
         want = exact(q, positions, DIM, False, None, None)
         torch.testing.assert_close(turned.double(), want, atol=2e-6 * size, rtol=2e-6)
@@ -243,7 +247,7 @@ def test_the_cache_appends_and_attends(dtype: torch.dtype) -> None:
 
 def test_under_torch_compile() -> None:
     traced = inputs()
-    options = {"norm_eps": 1e-6, "interleaved": True}
+    options: dict[str, Any] = {"norm_eps": 1e-6, "interleaved": True}
 
     @torch.compile(backend="eager", fullgraph=True)
     def run(**tensors: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def both(options: dict[str, Any], dtype: torch.dtype = torch.float32, in_place: 
     } | changed  # fmt: skip
     results = []
     for kernel in (True, False):
-        mine = {name: None if t is None else t.clone() for name, t in tensors.items()}
+        mine: dict[str, Any] = {name: None if t is None else t.clone() for name, t in tensors.items()}
         mine["out"] = mine["q"] if in_place else torch.full_like(mine["q"], torch.nan)
         step = Step(**mine)
         if kernel:
@@ -99,7 +99,7 @@ def test_the_kernel_computes_the_definition(
     if large:
         request.getfixturevalue("many_rows")
     options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": None if norm == "none" else 0.1}
-    weights = {"q_weight": torch.rand(DIM), "k_weight": torch.rand(DIM)} if norm == "weights" else {}
+    weights: dict[str, Any] = {"q_weight": torch.rand(DIM), "k_weight": torch.rand(DIM)} if norm == "weights" else {}
     compare(both(options, rotary_dim=rotary_dim, in_place=in_place, **weights))
 
 
@@ -133,7 +133,7 @@ def test_the_kernel_writes_e4m3(scales: str, interleaved: bool, large: bool, req
 
 @inside
 def test_no_rows() -> None:
-    none = {
+    none: dict[str, Any] = {
         name: torch.empty(0, heads, dim)
         for name, heads, dim in (("q", HEADS, DIM), ("k", KV_HEADS, DIM), ("v", KV_HEADS, DIM_V))
     }

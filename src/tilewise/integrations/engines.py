@@ -5,8 +5,8 @@ that a layer's call only passes tensors on. `Layer` writes the step's new keys a
 attends to them. Neither imports an engine.
 
 The engine's cache of a layer is one tensor (num_pages, num_kv_heads, page_size, head_dim + head_dim_v) with the keys
-and values of a token next to each other, in any physical order of the first three dimensions. It is read and written in
-place, through two strided views.
+and values of a token next to each other, in any physical order of the first three dimensions; or two, of keys and of
+values (num_pages, page_size, num_kv_heads, dim). It is read and written in place, through two strided views.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # What a layer attends to: pages of its own sequence, the step's own keys without a cache, or pages of an encoder.
 Role = Literal["decoder", "encoder", "cross"]
 Pages = Tensor | Fp8Tensor
+Cache = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -108,19 +109,15 @@ class Layer:
         left = None if window is None else window - 1
         self._windows = {True: None if left is None else (left, 0), False: None if left is None else (left, left)}
         # The engine's cache, and the scales, that the views below were made of.
-        self._source: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        self._source: tuple[Cache, Tensor | None, Tensor | None] | None = None
         self._views: tuple[Tensor, Tensor] | None = None
         self._attended: tuple[Pages, Pages] | None = None
 
-    def pages(self, kv_cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
-        """Make the views of a cache that `write` and `attend` use; remembered while the cache is the same tensor."""
-        if kv_cache.dim() != 4 or kv_cache.shape[1] != self.num_kv_heads or kv_cache.shape[3] <= self.head_dim:
-            expected = f"(num_pages, {self.num_kv_heads}, page_size, {self.head_dim} + the head dim of V)"
-            raise InvalidProblem("kv_cache", expected, tuple(kv_cache.shape), "Keys and values lie next to each other.")
+    def pages(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
+        """Make the views of a cache that `write` and `attend` use; remembered while the cache is the same object."""
+        k, v = kv_cache if isinstance(kv_cache, tuple) else self._apart(kv_cache)
         if self.is_e4m3:
-            kv_cache = kv_cache.view(E4M3)
-        rows = kv_cache.transpose(1, 2)
-        k, v = rows[..., : self.head_dim], rows[..., self.head_dim :]
+            k, v = k.view(E4M3), v.view(E4M3)
         attended: tuple[Pages, Pages] = (k, v)
         if self.is_e4m3:
             if k_scale is None or v_scale is None:
@@ -128,6 +125,14 @@ class Layer:
                 raise InvalidProblem("k_scale, v_scale", "the scales of an e4m3 cache", None, fix)
             attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
         self._views, self._attended = (k, v), attended
+
+    def _apart(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a tensor that has both."""
+        if kv_cache.dim() != 4 or kv_cache.shape[1] != self.num_kv_heads or kv_cache.shape[3] <= self.head_dim:
+            expected = f"(num_pages, {self.num_kv_heads}, page_size, {self.head_dim} + the head dim of V)"
+            raise InvalidProblem("kv_cache", expected, tuple(kv_cache.shape), "Keys and values lie next to each other.")
+        rows = kv_cache.transpose(1, 2)
+        return rows[..., : self.head_dim], rows[..., self.head_dim :]
 
     def _scaled(self, pages: Tensor, scale: Tensor) -> Fp8Tensor:
         """Pages with one scale for the layer, or one per K/V head; not copied, so later updates in place are seen."""
@@ -137,7 +142,7 @@ class Layer:
         shape = (len(pages), self.num_kv_heads, 1)
         return Fp8Tensor(pages, scale.reshape(1, -1, 1).expand(shape), "page", "paged")
 
-    def _of(self, kv_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    def _of(self, kv_cache: Cache, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
         source = self._source
         if source is None or source[0] is not kv_cache or source[1] is not k_scale or source[2] is not v_scale:
             self.pages(kv_cache, k_scale, v_scale)
@@ -147,7 +152,7 @@ class Layer:
         self,
         k: Tensor,
         v: Tensor,
-        kv_cache: Tensor,
+        kv_cache: Cache,
         slots: Tensor,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
@@ -177,7 +182,7 @@ class Layer:
     def attend(
         self,
         q: Tensor,
-        kv_cache: Tensor,
+        kv_cache: Cache,
         batch: Batch,
         out: Tensor,
         k_scale: Tensor | None = None,
