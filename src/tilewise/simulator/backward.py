@@ -73,7 +73,7 @@ def _key_tile(tape: Tape, n_block: int, keys: Span) -> None:
     tape.compute("init", "dk", (), (length_of(keys), work.head_dim))
     tape.compute("init", "dv", (), (length_of(keys), work.head_dim_v))
     for m_block, rows in row_blocks(work):
-        kind = work.band.tile_kind(m_block, n_block, work.grid)
+        kind = work.visible.tile_kind(m_block, n_block, work.grid)
         if kind is TileKind.SKIP:
             tape.skip(m_block, n_block, rows, keys)
         else:

@@ -235,11 +235,14 @@ class Workload:
     seen: tuple[str, ...] | None = None
 
     @property
-    def band(self) -> Band | Drawn:
-        """The visible part of the scores."""
-        if self.seen is not None:
-            return Drawn(self.seen)
+    def band(self) -> Band:
+        """The visible part of the scores, where nothing is drawn."""
         return Band(self.seqlen_q, self.seqlen_k, self.left, self.right)
+
+    @property
+    def visible(self) -> Band | Drawn:
+        """The visible part of the scores."""
+        return self.band if self.seen is None else Drawn(self.seen)
 
     @property
     def grid(self) -> TileGrid:

@@ -60,7 +60,7 @@ def naive(tape: Tape) -> None:
     work, keys = tape.workload, (0, tape.workload.seqlen_k)
 
     def scores(m_block: int, rows: Span) -> None:
-        kind = work.band.tile_kind(m_block, 0, TileGrid(work.block_m, work.seqlen_k))
+        kind = work.visible.tile_kind(m_block, 0, TileGrid(work.block_m, work.seqlen_k))
         _scores(tape, rows, keys, masked=kind is not TileKind.FULL)
 
     def softmax(_: int, rows: Span) -> None:
@@ -78,13 +78,13 @@ def fa1(tape: Tape) -> None:
     """K/V outside: the running state of a tile of rows is read and written back once per tile of keys it sees."""
     work = tape.workload
     for n_block, keys in key_blocks(work):
-        seen = bool(work.band.queries_seeing(*keys))
+        seen = bool(work.visible.queries_seeing(*keys))
         if seen:
             tape.at("setup", n_block=n_block)
             tape.load("k", keys)
             tape.load("v", keys)
         for m_block, rows in row_blocks(work):
-            kind = work.band.tile_kind(m_block, n_block, work.grid)
+            kind = work.visible.tile_kind(m_block, n_block, work.grid)
             if kind is TileKind.SKIP:
                 tape.skip(m_block, n_block, rows, keys)
             else:
@@ -138,7 +138,7 @@ def _query_tile(tape: Tape, m_block: int, rows: Span, n_blocks: Sequence[tuple[i
     tape.load("q", rows)
     _init_state(tape, rows)
     for n_block, keys in n_blocks:
-        kind = work.band.tile_kind(m_block, n_block, work.grid)
+        kind = work.visible.tile_kind(m_block, n_block, work.grid)
         if kind is TileKind.SKIP:
             tape.skip(m_block, n_block, rows, keys, part=part)
         else:

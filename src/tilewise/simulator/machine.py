@@ -99,9 +99,16 @@ def _array(name: str, spec: ArraySpec, inputs: Mapping[str, NDArray[Any]]) -> Ma
 def _mask(work: Workload, event: Compute, sources: list[Matrix]) -> Matrix:
     if event.rows is None or event.cols is None:
         raise ValueError("a mask needs its rows and columns")
-    band = work.band
-    seen = [[band.sees(m_idx, n_idx) for n_idx in range(*event.cols)] for m_idx in range(*event.rows)]
-    return np.where(seen, sources[0], -math.inf)
+    if work.seen is not None:
+        rows = work.seen[slice(*event.rows)]
+        return np.where([[key == "1" for key in row[slice(*event.cols)]] for row in rows], sources[0], -math.inf)
+    distance = np.arange(*event.cols)[None, :] - (np.arange(*event.rows)[:, None] + work.band.offset)
+    hidden = np.zeros(distance.shape, dtype=bool)
+    if work.left is not None:
+        hidden |= distance < -work.left
+    if work.right is not None:
+        hidden |= distance > work.right
+    return np.where(hidden, -math.inf, sources[0])
 
 
 def _init(_: Workload, event: Compute, __: list[Matrix]) -> Matrix:
