@@ -70,7 +70,7 @@ def both(options: dict[str, Any], dtype: torch.dtype = torch.float32, in_place: 
         if kernel:
             BACKEND.append_rotated(_packed(step), in_place=in_place, **options)
         else:
-            _append(step, **options)
+            _append(step, on_host=False, **options)
         found = (step.out, step.k_pages, step.v_pages, step.k_scale, step.v_scale)
         results.append([t.float() for t in found if t is not None])
     return results

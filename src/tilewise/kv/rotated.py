@@ -106,7 +106,7 @@ def append_rotated(
         if backend is not None:
             backend.append_rotated(_packed(step), interleaved=interleaved, norm_eps=norm_eps, in_place=in_place)
         else:
-            _append(step, interleaved, norm_eps)
+            _append(step, interleaved, norm_eps, on_host=plain and q.device.type == "cpu")
     return made
 
 
@@ -117,17 +117,27 @@ def _backend(device_type: str) -> Rotating | None:
     return backend if isinstance(backend, Rotating) else None
 
 
-def _append(step: Step, interleaved: bool, norm_eps: float | None) -> None:
-    """With torch operations: the definition."""
-    count, slots, is_e4m3 = len(step.slots), step.slots, step.k_scale is not None
-    new = torch.empty(step.k.shape, dtype=torch.float32 if is_e4m3 else step.k_pages.dtype, device=step.k.device)
-    # On a CPU a few rows at a time, which stay in its caches.
-    in_parts = step.q.device.type == "cpu" and not torch.compiler.is_compiling()
-    for x, weight, result in ((step.q, step.q_weight, step.out), (step.k, step.k_weight, new)):
-        size = ROWS if in_parts else max(1, len(x))
-        for part in range(0, len(x), size):
-            rows = slice(part, part + size)
-            result[rows] = rotated(x[rows], step.positions[rows], step.cos_sin, interleaved, norm_eps, weight)
+def _append(step: Step, interleaved: bool, norm_eps: float | None, *, on_host: bool) -> None:
+    """With torch operations: the definition. `on_host`: a CPU runs them now, and positions were checked."""
+    total, heads, count, slots = len(step.q), step.q.shape[1], len(step.slots), step.slots
+    new = torch.empty(
+        step.k.shape, dtype=step.k_pages.dtype if step.k_scale is None else torch.float32, device=step.k.device
+    )
+    # A few rows at a time stay in a CPU's caches.
+    size = ROWS if on_host else max(1, total)
+    for first in range(0, total, size):
+        rows = slice(first, first + size)
+        x = torch.cat((step.q[rows], step.k[rows]), 1)
+        x = x if x.dtype == torch.float64 else x.float()
+        if norm_eps is not None:
+            x *= torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
+            for part, weight in ((x[:, :heads], step.q_weight), (x[:, heads:], step.k_weight)):
+                if weight is not None:
+                    part *= weight
+        positions = step.positions[rows]
+        turns = step.cos_sin[positions] if on_host else _turns(step.cos_sin, positions)
+        x = _rotated(x, turns.to(x.dtype), interleaved)
+        step.out[rows], new[rows] = x[:, :heads], x[:, heads:]
     k, v = new[:count], step.v[:count]
     if step.k_scale is None or step.v_scale is None:
         write_rows(k, v.to(step.v_pages.dtype), step.k_pages, step.v_pages, slots)
@@ -138,25 +148,25 @@ def _append(step: Step, interleaved: bool, norm_eps: float | None) -> None:
         write_rows(k, v, step.k_pages, step.v_pages, slots)
 
 
-def rotated(
-    x: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool, norm_eps: float | None, weight: Tensor | None
-) -> Tensor:
-    """Rows of q or k, normalised and rotated, in fp32 (or fp64)."""
-    wide, rotary_dim = torch.float64 if x.dtype == torch.float64 else torch.float32, cos_sin.shape[1]
-    x = x.to(wide)
-    if norm_eps is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
-        x = x if weight is None else x.mul_(weight)
+def _turns(cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """The rows of the table at these positions; NaN where there are none."""
     if not len(cos_sin):
-        cos_sin, positions = cos_sin.new_empty((1, rotary_dim)), torch.full_like(positions, -1)
+        return cos_sin.new_full((len(positions), cos_sin.shape[1]), torch.nan)
     known = (positions >= 0) & (positions < len(cos_sin))
-    turns = cos_sin[positions.clamp(0, len(cos_sin) - 1).long()].to(wide)
-    cos, sin = torch.where(known[:, None], turns, torch.nan)[:, None].chunk(2, -1)
-    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    turns = cos_sin[positions.clamp(0, len(cos_sin) - 1).long()]
+    return torch.where(known[:, None], turns, torch.nan)
+
+
+def _rotated(x: Tensor, turns: Tensor, interleaved: bool) -> Tensor:
+    """Rows (total, heads, dim) with their first channels rotated by the cosines and sines of their row."""
+    cos, sin = turns[:, None].chunk(2, -1)
+    turned, rest = x[..., : turns.shape[1]], x[..., turns.shape[1] :]
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
     a, b = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
-    pairs = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    return torch.cat((pairs, rest), -1) if rest.shape[-1] else pairs
+    if interleaved:
+        pairs = torch.stack((a, b), -1).flatten(-2)
+        return torch.cat((pairs, rest), -1) if rest.shape[-1] else pairs
+    return torch.cat((a, b, rest), -1)
 
 
 def _packed(step: Step) -> Step:
