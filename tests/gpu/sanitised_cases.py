@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.kv import append_rotated, rotary_table
 
 
 @triton.jit
@@ -69,19 +70,34 @@ def paged() -> None:
         tw.attention_paged(q, k, v, table, torch.tensor(lengths, dtype=torch.int32).cuda(), backend="triton")
 
 
+def appended() -> None:
+    """Rows that are normalised, rotated and written into bf16 and e4m3 pages, some without a slot; q in place."""
+    q, k, v = normal(37, 4, 64).detach(), normal(37, 2, 64).detach(), normal(37, 2, 40).detach()
+    table, positions = rotary_table(50, 48, device="cuda"), torch.randint(0, 50, (37,)).cuda()
+    slots = torch.cat((torch.arange(5, 40), torch.tensor([-1, 63]))).cuda()
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        pages = [torch.zeros(4, 16, 2, dim).to(dtype).cuda() for dim in (64, 40)]
+        scales = [torch.full((4, 2), 1.0).cuda() for _ in pages]
+        grows: dict[str, Any] = {} if dtype == torch.bfloat16 else {"k_scale": scales[0], "v_scale": scales[1]}
+        append_rotated(q, k, v, pages[0], pages[1], slots, positions, table, norm_eps=1e-6, out=q, **grows)
+
+
 def main(which: str) -> None:
-    """Run everything, many query tiles, or the broken kernel."""
+    """Run everything, some of it, or the broken kernel."""
     torch.manual_seed(0)
     if which == "broken":
         out_of_bounds_kernel[(1,)](torch.zeros(64).cuda(), 64)
     elif which == "many_tiles":
         many_tiles()
         many_tiles(causal=True)
+    elif which == "appended":
+        appended()
     else:
         dense(64, causal=True)
         dense(128, window=(40, 3), softcap=20.0)
         packed()
         paged()
+        appended()
     torch.cuda.synchronize()
     print("finished", flush=True)  # noqa: T201
 

@@ -42,7 +42,8 @@ def both(options: dict[str, Any], dtype: torch.dtype = torch.float32, in_place: 
     """What the kernel and the definition make of the same tensors: [out, pages of k and v, scales]."""
     from tilewise.backends.triton import BACKEND
     from tilewise.kv import rotary_table
-    from tilewise.kv.rotated import Step, _append, _packed
+    from tilewise.kv.rotated import _append, _packed
+    from tilewise.kv.rotated_arguments import Step
 
     torch.manual_seed(0)
     # Rows of a page are consecutive; some rows have no slot, and the last one is past the slots.
@@ -69,7 +70,7 @@ def both(options: dict[str, Any], dtype: torch.dtype = torch.float32, in_place: 
         if kernel:
             BACKEND.append_rotated(_packed(step), in_place=in_place, **options)
         else:
-            _append(step, **options)
+            _append(step, on_host=False, **options)
         found = (step.out, step.k_pages, step.v_pages, step.k_scale, step.v_scale)
         results.append([t.float() for t in found if t is not None])
     return results

@@ -247,7 +247,7 @@ class Rotating(Protocol):
     def append_rotated(
         self, tensors: Sequence[Tensor | None], *, interleaved: bool, norm_eps: float | None, in_place: bool
     ) -> None:
-        """Takes the fields of `tilewise.kv.rotated.Step`. `in_place`: out is q."""
+        """Takes the fields of `tilewise.kv.rotated_arguments.Step`. `in_place`: out is q."""
 
 
 @runtime_checkable

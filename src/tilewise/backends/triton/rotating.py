@@ -32,7 +32,7 @@ from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.triton.quantising import LARGEST
 from tilewise.backends.triton.serving import append_to_page, encoded, raise_scale, strides_of
 
-# The order of the tensors: the fields of tilewise.kv.rotated.Step.
+# The order of the tensors: the fields of tilewise.kv.rotated_arguments.Step.
 NAMES = (
     "q", "k", "v", "out", "k_pages", "v_pages", "slots", "positions", "cos_sin", "q_weight", "k_weight", "k_scale",
     "v_scale",

@@ -1,0 +1,189 @@
+"""Validates the arguments of `append_rotated`. What shapes, strides, dtypes and devices say is cached per signature."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tilewise import settings
+from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.fp8.container import E4M3
+from tilewise.problem import MAX_HEAD_DIM
+from tilewise.subclasses import check_class
+from tilewise.validation.results import Apart, check_strides
+
+__all__ = ["Step", "check_arguments", "check_memory", "is_dense"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+OPTIONAL = ("out", "q_weight", "k_weight", "k_scale", "v_scale")
+# Tensors between which `out` may not lie.
+APART = 6
+MAX_SIGNATURES = 512
+
+
+class Step(NamedTuple):
+    """The tensors of a call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    slots: Tensor
+    positions: Tensor
+    cos_sin: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+class View(NamedTuple):
+    """What is known of a tensor without its contents."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+
+
+def check_arguments(tensors: Sequence[Any], norm_eps: Any) -> None:
+    """Raise unless `tensors`, in the order of Step, fit together. `out` may be None."""
+    if norm_eps is not None and (not isinstance(norm_eps, (int, float)) or isinstance(norm_eps, bool)):
+        raise InvalidProblem("norm_eps", "None or a number >= 0", repr(norm_eps), "Pass the epsilon of the RMSNorm.")
+    views: list[tuple[Any, ...] | None] = []
+    for i, t in enumerate(tensors):
+        if t.__class__ is not Tensor and t.__class__ is not Parameter:
+            if t is None and Step._fields[i] in OPTIONAL:
+                views.append(None)
+                continue
+            if not isinstance(t, Tensor):
+                raise InvalidProblem(Step._fields[i], "a tensor", type(t).__name__, "See append_rotated.")
+            check_class(Step._fields[i], t)
+        views.append((t.shape, t.stride(), t.dtype, t.device, t.requires_grad))
+    compiling = torch.compiler.is_compiling()
+    check = _check_views.__wrapped__ if compiling else _check_views
+    check(tuple(views), norm_eps, torch.is_grad_enabled())
+    if not compiling and (tensors[0].device.type == "cpu" or settings.current().check_values):
+        given = Step(*tensors)
+        _check_within("positions", given.positions, 0, len(given.cos_sin), "the rows of cos_sin")
+        num_slots = given.k_pages.shape[0] * given.k_pages.shape[1]
+        _check_within("slots", given.slots, None, num_slots, "the slots of the pages")
+
+
+@functools.lru_cache(maxsize=MAX_SIGNATURES)
+def _check_views(views: tuple[tuple[Any, ...] | None, ...], norm_eps: float | None, recorded: bool) -> None:
+    """Shapes, dtypes and devices. `recorded`: autograd would record the call."""
+    given = {name: View(*view) for name, view in zip(Step._fields, views, strict=True) if view is not None}
+    q, k_pages, v = given["q"], given["k_pages"], given["v"]
+    for name, view in given.items():
+        if view.device != q.device:
+            raise InvalidProblem(name, f"a tensor on {q.device} as q is", view.device, "Move it with .to().")
+        if recorded and view.needs_grad:
+            raise Unsupported(f"{name} requires a gradient, and append_rotated has none: call it under torch.no_grad()")
+    for name, dims in (("q", 3), ("k", 3), ("v", 3), ("k_pages", 4), ("v_pages", 4)):
+        if len(given[name].shape) != dims:
+            wanted = "(total, heads, dim)" if dims == 3 else "(num_pages, page_size, num_kv_heads, dim)"
+            raise InvalidProblem(name, wanted, given[name].shape, "Rows are packed, without a batch dimension.")
+    total, _, dim = q.shape
+    num_pages, page_size, heads, _ = k_pages.shape
+    dim_v = v.shape[2]
+    shapes: dict[str, tuple[int, ...]] = {
+        "k": (total, heads, dim),
+        "v": (total, heads, dim_v),
+        "k_pages": (num_pages, page_size, heads, dim),
+        "v_pages": (num_pages, page_size, heads, dim_v),
+        "positions": (total,),
+        "q_weight": (dim,),
+        "k_weight": (dim,),
+        "out": tuple(q.shape),
+    }
+    for name, shape in shapes.items():
+        if name in given and tuple(given[name].shape) != shape:
+            got = tuple(given[name].shape)
+            raise InvalidProblem(name, f"shape {shape}, by q, v and k_pages", got, "See append_rotated.")
+    if not (1 <= dim <= MAX_HEAD_DIM and 1 <= dim_v <= MAX_HEAD_DIM):
+        raise InvalidProblem("head_dim", f"1 to {MAX_HEAD_DIM}", (dim, dim_v), "Split the heads.")
+    slots, table = given["slots"].shape, given["cos_sin"].shape
+    if len(slots) != 1 or slots[0] > total:
+        raise InvalidProblem("slots", f"(at most {total},), one per row", tuple(slots), "Cut the padding off.")
+    if len(table) != 2 or table[1] % 2 or not 2 <= table[1] <= dim:
+        expected = f"(max_seqlen, rotary_dim), rotary_dim even and at most head_dim = {dim}"
+        raise InvalidProblem("cos_sin", expected, tuple(table), "Cosines of each pair, then sines.")
+    _check_dtypes(given)
+    if norm_eps is None and ("q_weight" in given or "k_weight" in given):
+        raise InvalidProblem("norm_eps", "a number, as weights are given", None, "Pass the epsilon of the RMSNorm.")
+    if norm_eps is not None and not norm_eps >= 0.0:
+        raise InvalidProblem("norm_eps", "None or a number >= 0", norm_eps, "Pass the epsilon of the RMSNorm.")
+    _check_scales(given)
+
+
+def _check_dtypes(given: dict[str, View]) -> None:
+    pages = given["k_pages"].dtype
+    expected: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(given, DTYPES)
+    expected |= dict.fromkeys(("k", "v", "out"), (given["q"].dtype,))
+    expected |= {"k_pages": (*DTYPES, E4M3), "v_pages": (pages,), "slots": (torch.int64,), "positions": INTEGERS}
+    expected |= dict.fromkeys(("k_scale", "v_scale"), (torch.float32,))
+    for name, view in given.items():
+        if view.dtype not in expected[name]:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected[name])
+            fix = "Convert it with .to(): q, k, v and out have one dtype, the pages another."
+            raise InvalidProblem(name, wanted, view.dtype, fix)
+
+
+def _check_scales(given: dict[str, View]) -> None:
+    pages = given["k_pages"]
+    is_e4m3, num_pages, heads = pages.dtype == E4M3, pages.shape[0], pages.shape[2]
+    for name in ("k_scale", "v_scale"):
+        if (name in given) != is_e4m3:
+            expected = "the scales of e4m3 pages" if is_e4m3 else f"None, as pages are {pages.dtype}"
+            raise InvalidProblem(name, expected, "a tensor" if name in given else None, "See append_rotated.")
+        if not is_e4m3:
+            continue
+        shape, strides = tuple(given[name].shape), given[name].strides
+        grows = shape == (num_pages, heads) and (strides == (heads, 1) or num_pages * heads <= 1)
+        if not grows and shape not in ((), (1,), (heads,)):
+            expected = f"one scale, one for each of {heads} heads, or contiguous {(num_pages, heads)}"
+            raise InvalidProblem(
+                name, expected, f"{shape}, strides {strides}", "They are given, or grow with each page."
+            )
+    if not is_e4m3:
+        return
+    kinds = [len(given[name].shape) == 2 for name in ("k_scale", "v_scale")]
+    if kinds[0] != kinds[1]:
+        shapes = f"{tuple(given['k_scale'].shape)} and {tuple(given['v_scale'].shape)}"
+        raise InvalidProblem("v_scale", "scales of the kind of k_scale", shapes, "Both are given, or both grow.")
+    for name in ("k_pages", "v_pages"):
+        if kinds[0] and given[name].strides[-1] != 1 and given[name].shape[-1] > 1:
+            fix = "Scales that grow need channels next to each other."
+            raise InvalidProblem(name, "a last stride of 1", given[name].strides, fix)
+
+
+def _check_within(name: str, numbers: Tensor, least: int | None, end: int, what: str) -> None:
+    if not len(numbers):
+        return
+    low, high = (int(n) for n in torch.aminmax(numbers))
+    if high >= end or (least is not None and low < least):
+        got = high if high >= end else low
+        raise InvalidProblem(name, f"numbers below {end}, {what}", got, f"Check the {name}, or make more of them.")
+
+
+def check_memory(step: Step, *, in_place: bool) -> None:
+    """The given `out` has memory of its own, or that of q."""
+    check_strides(step.out)
+    # In place, q and k may be parts of one projection: rows of k then lie between those of q.
+    if not in_place:
+        Apart(Step._fields[:APART], step[:APART]).check(step[:APART])
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether channels are next to each other."""
+    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
