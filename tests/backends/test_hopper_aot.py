@@ -60,6 +60,7 @@ KERNELS = (
     Kernel("decode_kernel", "decode", {}),
     Kernel("decode_kernel", "decode", {**PAGED, "fp8": ("k", "v")}),
     Kernel("fp8_forward_kernel", "fp8", {"d": 128, **CAUSAL}),
+    Kernel("latent_kernel", "latent", PAGED),
     Kernel("forward_kernel", "forward", {"d": 128, **CAUSAL, "max_logits": True}),
     Kernel("forward_quad_kernel", "forward", {"d": 64, "max_logits": True}),
     Kernel("forward_kernel", "forward", {"d": 256, **CAUSAL, "has_sinks": True, "max_logits": True}),
@@ -78,7 +79,7 @@ def hold(found: Any, spills: int, what: object) -> None:
 
 
 # One of each family; the others in the exhaustive run.
-FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[6], KERNELS[8], KERNELS[10])
+FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[6], KERNELS[8], KERNELS[10], KERNELS[11])
 
 
 @pytest.mark.parametrize(

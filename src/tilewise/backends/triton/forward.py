@@ -84,7 +84,7 @@ def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_
     with coordinates. Keys with a tail are two tiles, with a descriptor each; of a latent, the first one is also V.
     """
     if T.FP8:
-        return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T), None
+        return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     elif k_source[5] is None:
         return dot(q, tl.trans(load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)), T), None
     elif T.BLOCK_TAIL > 0:
@@ -111,7 +111,7 @@ def add_values(
 ):  # fmt: skip
     """Return acc * alpha + P V of a tile of keys. V is `k_tile` of a latent."""
     if T.FP8:
-        return add_quantised_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+        return add_quantised_values(acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     else:
         acc = acc * alpha[:, None]
         if T.LATENT:
