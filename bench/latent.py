@@ -97,7 +97,9 @@ class Step:
         k: Any = self.quantised if quantised else self.pages
         v = k.first_columns(WIDTH_V) if quantised else k[..., :WIDTH_V]
         rows = self.q.flatten(0, 1)
-        queries = {} if self.case.tokens == 1 else {"cu_seqlens_q": self.totals, "max_seqlen_q": self.case.tokens}
+        queries: dict[str, Any] = (
+            {} if self.case.tokens == 1 else {"cu_seqlens_q": self.totals, "max_seqlen_q": self.case.tokens}
+        )
         return tw.attention_paged(
             rows, k, v, self.table, self.used, causal=True, scale=SCALE, backend=name, **queries, **more,
         )  # fmt: skip

@@ -97,7 +97,7 @@ def _problems(family: Family) -> Iterator[AttentionProblem]:
     for combination in itertools.product(*family.options):
         problem = family.problem(**{name: value for option in combination for name, value in option.items()})
         kernel = "latent" if reads_latents(problem) else "decode" if decodes(problem) else "others"
-        wanted = {latent_choices: "latent", decode_choices: "decode"}.get(family.choices, "others")
+        wanted = next((name for name in ("latent", "decode") if family is FAMILIES[name]), "others")
         if BACKEND.supports(problem, HOPPER) is None and kernel == wanted:
             yield problem
 

@@ -148,7 +148,7 @@ def load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T: tl.co
     query is its columns times its unit. `head` is a scalar or (rows,).
     """
     first = query_pairs(q_rows, row_ok, 0, T.BLOCK_D // 2, T.FIRST_DIM // 2, T)
-    tail = 0, 0
+    tail = first
     if T.BLOCK_TAIL > 0:
         tail = query_pairs(q_rows, row_ok, T.FIRST_DIM // 2, T.BLOCK_TAIL // 2, T.HEAD_DIM // 2, T)
     if T.FP8_Q:
