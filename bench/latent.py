@@ -1,6 +1,6 @@
 """Decoding from a cache of latents (576 columns, of which 512 are the values), beside FlashMLA and FA3.
 
-    python bench/latent.py [--backends hopper triton] [--quick] [--tiles] [--output FILE]
+    python bench/latent.py [--backends hopper triton "triton e4m3"] [--quick] [--tiles] [--output FILE]
 
 FLASHMLA_LIBRARY and FA3_LIBRARY name vLLM's libraries of these peers; a peer that is not named is left out. Pages of 64
 tokens in random order, bf16, 128 or 16 query heads on one latent, one or two query tokens. Every backend is compared
@@ -34,6 +34,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 import tilewise as tw
 from suite.measuring import commit
+from tilewise import fp8
 from tilewise.bench.machine import machine, versions
 
 WIDTH, WIDTH_V, PAGE = 576, 512, 64
@@ -91,20 +92,29 @@ class Step:
         self.totals = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.tokens
 
     def call(self, backend: str, **more: Any) -> Any:
-        """The public call."""
+        """The public call; latents in e4m3 if the name of the backend ends so."""
+        name, _, quantised = backend.partition(" ")
+        k: Any = self.quantised if quantised else self.pages
+        v = k.first_columns(WIDTH_V) if quantised else k[..., :WIDTH_V]
         rows = self.q.flatten(0, 1)
-        queries = {} if self.case.tokens == 1 else {"cu_seqlens_q": self.totals, "max_seqlen_q": self.case.tokens}
+        queries: dict[str, Any] = (
+            {} if self.case.tokens == 1 else {"cu_seqlens_q": self.totals, "max_seqlen_q": self.case.tokens}
+        )
         return tw.attention_paged(
-            rows, self.pages, self.pages[..., :WIDTH_V], self.table, self.used, causal=True, scale=SCALE,
-            backend=backend, **queries, **more,
+            rows, k, v, self.table, self.used, causal=True, scale=SCALE, backend=name, **queries, **more,
         )  # fmt: skip
 
-    def exact(self) -> tuple[Tensor, Tensor]:
+    @functools.cached_property
+    def quantised(self) -> fp8.Fp8Tensor:
+        """The latents in e4m3."""
+        return fp8.quantize_pages(self.pages)
+
+    def exact(self, pages: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) in fp64."""
         case, outs, lses = self.case, [], []
         for index in range(case.batch):
             length = int(self.used[index])
-            latent = self.pages[self.table[index].long()].flatten(0, 2)[:length].double()
+            latent = pages[self.table[index].long()].flatten(0, 2)[:length].double()
             scores = torch.einsum("thd,nd->htn", self.q[index].double(), latent) * SCALE
             hidden = torch.arange(length, device=latent.device) > length - case.tokens + torch.arange(
                 case.tokens, device=latent.device
@@ -119,7 +129,8 @@ def faults(step: Step, backend: str) -> str:
     """Compare a backend with fp64; empty if it is right."""
     out = torch.full((step.q.shape[0] * step.q.shape[1], step.case.heads, WIDTH_V), float("nan")).to(step.q)
     _, lse = step.call(backend, out=out, return_lse=True)
-    expected, expected_lse = step.exact()
+    pages = step.quantised.dequantize() if "e4m3" in backend else step.pages
+    expected, expected_lse = step.exact(pages)
     error = float((out.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
     worst = float((lse.double() - expected_lse).abs().max())
     again = step.call(backend)
@@ -309,7 +320,7 @@ def measure_cpu(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 def main() -> None:
     """Print a table and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", nargs="+", default=["hopper", "triton"])
+    parser.add_argument("--backends", nargs="+", default=["hopper", "triton", "triton e4m3"])
     parser.add_argument("--quick", action="store_true", help="a few cases")
     parser.add_argument("--tiles", action="store_true", help="other tiles of the Triton kernel")
     parser.add_argument("--output", type=Path)

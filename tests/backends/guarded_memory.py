@@ -160,7 +160,7 @@ def conformance_cases(share: float) -> list[Case]:
     """Some of the suite's cases; those of lengths and head dims, of FP8 and of decoding are drawn from like others."""
     every = [
         *generation.single_cases(), *generation.pair_cases(), *generation.size_cases(), *special.special_cases(),
-        *special.fp8_cases(), *decoding_cases(),
+        *special.fp8_cases(), *special.latent_cases(), *decoding_cases(),
     ]  # fmt: skip
     small = [case for case in every if max(case.seqlens_q, default=0) * max(case.seqlens_k, default=0) <= MOST_SCORES]
     return random.Random(SEED).sample(small, round(share * len(small)))

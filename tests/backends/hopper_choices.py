@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import device
-from tilewise.backends.hopper import BACKEND, configs, decode_configs, decodes, fp8_configs
+from tilewise.backends.hopper import BACKEND, configs, decode_configs, decodes, fp8_configs, reads_latents
 from tilewise.problem import AttentionProblem
 
 __all__ = ["FAMILIES", "cover"]
@@ -86,13 +86,21 @@ def decode_problem(d: int = 128, **features: Any) -> AttentionProblem:
     return AttentionProblem(**values | features)
 
 
+def latent_problem(**features: Any) -> AttentionProblem:
+    """128 query heads on 16 sequences of 8192 latents, one query each."""
+    latents = {"num_heads": 128, "num_kv_heads": 1, "head_dim_v": 512, "latent": True}
+    return decode_problem(576, **latents | features)
+
+
 def _problems(family: Family) -> Iterator[AttentionProblem]:
     """Every combination of features that the backend takes, and these kernels compute."""
     for combination in itertools.product(*family.options):
         problem = family.problem(**{name: value for option in combination for name, value in option.items()})
         if problem.tiles_shape and problem.deterministic:  # Triton's kernels compute these gradients
             continue
-        if BACKEND.supports(problem, HOPPER) is None and decodes(problem) == (family.choices is decode_choices):
+        kernel = "latent" if reads_latents(problem) else "decode" if decodes(problem) else "others"
+        wanted = next((name for name in ("latent", "decode") if family is FAMILIES[name]), "others")
+        if BACKEND.supports(problem, HOPPER) is None and kernel == wanted:
             yield problem
 
 
@@ -158,6 +166,19 @@ def decode_choices(problem: AttentionProblem) -> Choices:
     }
 
 
+def latent_choices(problem: AttentionProblem) -> Choices:
+    """Of reading latents."""
+    config = decode_configs.latent_config(problem, packed_queries=problem.seqlen_q > 1)
+    return {
+        "tile": f"{config.BLOCK_N} keys",
+        "heads": f"{config.GROUP_SIZE}",
+        "queries": "packed" if config.PACKED_Q else "one",
+        "sequences": f"{config.FEW or 'any'}",
+        "rows": f"pages, {config.CHUNK} at a time" if config.IS_PAGED else problem.kind,
+        **_common(problem),
+    }
+
+
 def fp8_choices(problem: AttentionProblem) -> Choices:
     """Of a forward in e4m3."""
     config, tile = fp8_configs.fp8_config(problem), fp8_configs._tile(problem, fp8_configs.fp8_config(problem).D)
@@ -213,6 +234,13 @@ FAMILIES = {
         decode_choices,
         (DECODE_DIMS, DTYPES, TOKENS, GROUPS, DECODE_ROWS, BATCHES, SCORES),
         _decode_tiles,
+    ),
+    "latent": Family(
+        ("latent_kernel",),
+        latent_problem,
+        latent_choices,
+        ([{"num_heads": 128}, {"num_heads": 16}], DTYPES, TOKENS, DECODE_ROWS, BATCHES, SCORES),
+        lambda: {"64 keys"},
     ),
     "fp8": Family(
         ("fp8_forward_kernel",),

@@ -61,6 +61,7 @@ KERNELS = (
     Kernel("decode_kernel", "decode", {}),
     Kernel("decode_kernel", "decode", {**PAGED, "fp8": ("k", "v")}),
     Kernel("fp8_forward_kernel", "fp8", {"d": 128, **CAUSAL}),
+    Kernel("latent_kernel", "latent", PAGED),
     Kernel("forward_kernel", "forward", {"d": 128, **CAUSAL, "max_logits": True}),
     Kernel("forward_quad_kernel", "forward", {"d": 64, "max_logits": True}),
     Kernel("forward_kernel", "forward", {"d": 256, **CAUSAL, "has_sinks": True, "max_logits": True}),
@@ -79,7 +80,7 @@ def hold(found: Any, spills: int, what: object) -> None:
 
 
 # One of each family; the others in the exhaustive run.
-FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[7], KERNELS[9], KERNELS[11])
+FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[7], KERNELS[9], KERNELS[11], KERNELS[12])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = ((1, 1, 1, 1, 1), (300, 33, 1, 130, 64))
 SEVERAL = ((2, 0, 1, 3, 0), (300, 33, 0, 200, 1))
-WIDTHS = {"head_dim": 576, "head_dim_v": 512}
+WIDTHS: dict[str, Any] = {"head_dim": 576, "head_dim_v": 512}
 DENSE = {
     "two tiles of rows": Case(**WIDTHS, heads=(80, 1), batch=2, seqlens=(1, 200)),
     "one share": Case(**WIDTHS, heads=(3, 1), seqlens=(1, 40)),

@@ -49,6 +49,7 @@ DENSE: dict[str, Any] = {
     "dtype": BF16, "seqlens_q": (1, 1), "seqlens_k": (300, 300), "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
     "head_dim_v": 32, "grad_of": (),
 }  # fmt: skip
+LATENT: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 48, "latent": True}
 CASES = {
     "dense": Case(**DENSE),
     "dense_window_sinks": Case(**DENSE | {"window": (150, 0), "sinks": True}),
@@ -62,6 +63,10 @@ CASES = {
     "e4m3_odd_head_dim": Case(**DENSE | {"fp8": "kv", "head_dim": 33, "head_dim_v": 31}),
     "e4m3_pages_of_16": Case(**PAGED | {"fp8": "kv"}),
     "e4m3_pages_of_128": Case(**PAGED | {"fp8": "kv", "page_size": 128, "dtype": FP16, "head_dim_v": 24}),
+    "latent_rows": Case(**PAGED | LATENT | {"num_heads": 70, "page_size": 64, "sinks": True}),
+    "latent_tokens": Case(**PAGED | LATENT | {"decode": False, "seqlens_q": (3, 0, 2), "window": (90, 0)}),
+    "latent_dense": Case(**DENSE | LATENT | {"seqlens_q": (5, 5), "causal": True, "head_dim": 70, "head_dim_v": 35}),
+    "latent_e4m3": Case(**PAGED | LATENT | {"fp8": "kv", "num_heads": 40}),
     "e4m3_pages_features": Case(
         **PAGED | {"fp8": "tensor", "alibi": "h", "softcap": 3.0, "sinks": True, "bias": "b1qk"}
     ),
@@ -69,7 +74,10 @@ CASES = {
 
 
 # Every loader once, with something else special about each.
-ORDINARY = ("dense_window_sinks", "few_tokens", "pages_of_16", "pages_of_3_packed", "e4m3_blocks", "e4m3_pages_of_128")
+ORDINARY = (
+    "dense_window_sinks", "few_tokens", "pages_of_16", "pages_of_3_packed", "e4m3_blocks", "e4m3_pages_of_128",
+    "latent_rows", "latent_tokens", "latent_e4m3",
+)  # fmt: skip
 
 
 @only_interpreted
@@ -239,6 +247,8 @@ def test_results_do_not_depend_on_the_batch(kind: str) -> None:
 
 @only_interpreted
 @pytest.mark.usefixtures("short_splits")
-@pytest.mark.parametrize("name", ["pages_of_16", "dense_window_sinks", "pages_of_3_packed", "e4m3_pages_of_128"])
+@pytest.mark.parametrize(
+    "name", ["pages_of_16", "dense_window_sinks", "pages_of_3_packed", "e4m3_pages_of_128", "latent_tokens"]
+)
 def test_fixed_splits_compute_the_same(name: str) -> None:
     check(replace(CASES[name], deterministic="batch"), BackendImplementation("triton", "cpu"))

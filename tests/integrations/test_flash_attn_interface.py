@@ -146,7 +146,7 @@ def test_qv_with_a_cache_of_latents(paged: bool) -> None:
     for i, start in enumerate(lengths.tolist()):
         keys = whole[i : i + 1, : start + 2]
         want = tw.attention(torch.cat((qv, q), -1)[i : i + 1], keys, keys[..., :512], causal=True, layout="bshd")
-        close(out[i : i + 1], want)
+        close(out[i : i + 1], want)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -108,13 +108,13 @@ class LatentConfig:
     LANES: int = 1
     IS_FP8: bool = False
     NUM_STAGES: int = 2
-    MERGED_PARTS: int = 8
+    MERGED_PARTS: int = 16
     CONSUMER_REGS: int = 216
     PRODUCER_REGS: int = 64
 
 
-# Query rows of a CTA of the kernel for latents.
-LATENT_ROWS = 64
+# Query rows of a CTA of the kernel for latents, and tiles of its share, at least: every share is a part to be merged.
+LATENT_ROWS, LATENT_TILES = 64, 2
 
 
 def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentConfig:
@@ -143,8 +143,10 @@ def latent_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceS
     """(shares of the key tiles, tiles of query rows): together one CTA per SM, fewer for few keys."""
     rows = problem.group_size * tokens_of(problem, packed_queries=config.PACKED_Q)
     blocks = -(-rows // LATENT_ROWS)
-    tiles = problem.batch * problem.num_kv_heads * -(-problem.seqlen_k // config.BLOCK_N)
-    return max(1, min(device.num_sms // blocks, tiles)), blocks
+    items = problem.batch * problem.num_kv_heads
+    tiles = items * -(-problem.seqlen_k // config.BLOCK_N)
+    limit = max(1, min(device.num_sms // blocks, -(-tiles // LATENT_TILES)))
+    return _evenly(limit, items, 1), blocks
 
 
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:
@@ -216,5 +218,10 @@ def num_programs(problem: AttentionProblem, config: DecodeConfig, device: Device
     items = problem.batch * problem.num_kv_heads
     tiles = items * -(-problem.seqlen_k // config.BLOCK_N)
     limit = max(1, min(device.num_sms, min(tiles, items * MAX_PARTS) // config.LANES))
-    shares = ((n, n * config.LANES) for n in range(limit, int(EVEN * limit), -1))
+    return _evenly(limit, items, config.LANES)
+
+
+def _evenly(limit: int, items: int, lanes: int) -> int:
+    """At most `limit` CTAs of so many lanes, a few less if that cuts no item, or all of them equally."""
+    shares = ((n, n * lanes) for n in range(limit, int(EVEN * limit), -1))
     return next((n for n, share in shares if share % items == 0 or items % share == 0), limit)

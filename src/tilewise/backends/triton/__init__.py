@@ -95,8 +95,6 @@ class TritonBackend(GpuBackend):
 
     def fp8_path(self, problem: AttentionProblem) -> str:
         """How e4m3 operands are computed, for `explain()`."""
-        if problem.head_dim > MAX_HEAD_DIM_V:
-            return f"dequantised to fp32 before the kernels: head_dim is over {MAX_HEAD_DIM_V}"
         if problem.head_dim % 2 or problem.head_dim_v % 2:
             return (
                 "dequantised to fp32 before the kernels: rows of an odd head_dim cannot be read two columns at a time"
@@ -249,12 +247,8 @@ class TritonBackend(GpuBackend):
 
 
 def _read_in_pairs(operands: Operands) -> bool:
-    """Whether two columns of every e4m3 row can be read as one 16-bit number: no odd head_dim, stride or address. Wider
-    keys, which are read in two parts, are not.
-    """
+    """Whether two columns of every e4m3 row can be read as one 16-bit number: no odd head_dim, stride or address."""
     quantised = [t for t in operands[:3] if t.dtype == torch.float8_e4m3fn]
-    if operands.k.shape[-1] > MAX_HEAD_DIM_V:
-        return False
     return all(t.shape[-1] % 2 == 0 and t.data_ptr() % 2 == 0 and _even(t.stride()[:-1]) for t in quantised)
 
 

@@ -367,6 +367,12 @@ _EVERYWHERE: dict[Pass, dict[int, Table]] = {
 # Decoding with keys in two parts, by element size and the columns of the first one: tiles in the order of their rows.
 # The first that holds all rows of a group is taken, or several of the last one. Of a latent the first part is also V.
 _LATENT: dict[int, dict[int, tuple[Config, ...]]] = {
+    1: {
+        64: (Config(16, 64, 4, 3), Config(32, 64, 4, 3)),
+        128: (Config(16, 64, 4, 3), Config(32, 64, 4, 3)),
+        256: (Config(16, 64, 4, 3), Config(32, 64, 4, 2)),
+        512: (Config(16, 64, 8, 2), Config(32, 32, 8, 2)),
+    },
     2: {
         64: (Config(16, 64, 4, 3), Config(32, 64, 4, 3)),
         128: (Config(16, 64, 4, 3), Config(32, 64, 4, 3)),
@@ -507,8 +513,9 @@ def latent_config(problem: AttentionProblem, device: DeviceSpec, rows: int) -> C
     itemsize = element_size(problem)
     width = max(64, padded(problem.head_dim_v)) if problem.latent else MOST_COLUMNS
     tiles = _LATENT[itemsize][width]
-    # Next to values of their own, keys and queries of so many rows do not fit shared memory.
-    if device.has_wgmma and itemsize == 2 and problem.latent:
+    if not problem.latent:  # next to values of their own, more rows do not fit everywhere
+        tiles = tiles[:1]
+    elif device.has_wgmma and itemsize == 2:
         tiles += (_LATENT_HOPPER[width],)
     return next((tile for tile in tiles if tile.block_m >= rows), tiles[-1])
 
@@ -558,7 +565,7 @@ def is_parted(problem: AttentionProblem) -> bool:
     """
     if problem.head_dim > MOST_COLUMNS:
         return True
-    plain = not (problem.needs_grad or problem.higher or problem.fp8 or problem.tiles_shape is not None)
+    plain = not (problem.needs_grad or problem.higher or problem.tiles_shape is not None)
     return problem.latent and plain and problem.group_size >= LATENT_GROUP
 
 

@@ -78,7 +78,7 @@ def decode_kernel(
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
     k_scaling = scaling(k_scale, batch_idx, kv_head, T)
-    if T.BLOCK_TAIL > 0:
+    if T.BLOCK_TAIL > 0 and not T.FP8:
         k_source = (k, k_base, table, (k_desc, k_tail_desc), page_rows, kv_head * k.stride_head, k_scaling)
     else:
         k_source = (k, k_base, table, None, 0, 0, k_scaling)

@@ -83,9 +83,8 @@ def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_
     """(q.k of a tile of keys, the tile, which is V too if this is a latent). A source whose column is None is a box
     descriptor with coordinates. Keys with a tail are two tiles, with a descriptor each, the first of which is returned.
     """
-    if T.FP8:  # V is read for itself; Triton 3.6 cannot return None
-        dots = quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
-        return dots, dots
+    if T.FP8:
+        return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     elif k_source[5] is None:
         k_tile = load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)
         return dot(q, tl.trans(k_tile), T), k_tile
@@ -113,7 +112,7 @@ def add_values(
 ):  # fmt: skip
     """Return acc * alpha + P V of a tile of keys. V is `k_tile` of a latent."""
     if T.FP8:
-        return add_quantised_values(acc, alpha, p, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+        return add_quantised_values(acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     else:
         acc = acc * alpha[:, None]
         if T.LATENT:

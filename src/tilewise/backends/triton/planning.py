@@ -16,6 +16,7 @@ import triton
 from tilewise.backends.gpu.launching import interpreted
 from tilewise.backends.triton import configs
 from tilewise.backends.triton.configs import (
+    MIN_DOT_SIDE,
     Config,
     Pass,
     config_of,
@@ -200,9 +201,13 @@ class Plan(NamedTuple):
     def config(self, direction: Pass) -> Config:
         """The tile of one pass."""
         config = config_of(self.problem, self.device, direction)
-        if direction == "decode" and self.traits.HALF and self.traits.PAGED:
+        if direction == "decode" and self._cuts_pages:
             return configs.within_pages(config, self.traits.PAGE_SIZE)
         return config
+
+    @property
+    def _cuts_pages(self) -> bool:
+        return self.traits.HALF and self.traits.PAGED
 
     @property
     def fits_decode(self) -> bool:
@@ -217,7 +222,8 @@ class Plan(NamedTuple):
         """The tile of decoding. Several hold the rows of keys in two parts, otherwise one does."""
         rows = max(1, self.sizes.seqlen_q * self.problem.group_size)
         if self.traits.BLOCK_TAIL:
-            return configs.latent_config(self.problem, self.device, rows)
+            config = configs.latent_config(self.problem, self.device, rows)
+            return configs.within_pages(config, self.traits.PAGE_SIZE) if self._cuts_pages else config
         config = self.config("decode")
         return replace(config, block_m=max(config.block_m, triton.next_power_of_2(rows)))
 
@@ -295,8 +301,8 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
 def _parted(traits: Traits, problem: AttentionProblem) -> Traits:
     """Traits of keys in two parts: the columns of a latent that are values, or the first that fit a tile."""
     first = problem.head_dim_v if problem.latent else configs.MOST_COLUMNS
-    width, width_v = padded(first), padded(problem.head_dim_v)
-    tail = padded(problem.head_dim - first)
+    least = 2 * MIN_DOT_SIDE if problem.fp8 else MIN_DOT_SIDE
+    width, width_v, tail = (max(least, padded(n)) for n in (first, problem.head_dim_v, problem.head_dim - first))
     return replace(traits, FIRST_DIM=first, BLOCK_D=width, BLOCK_DV=width_v, BLOCK_TAIL=tail, LATENT=problem.latent)
 
 

@@ -144,46 +144,73 @@ def load_columns_of_keys(
 
 @triton.jit
 def load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T: tl.constexpr):
-    """(even columns, odd columns, unit (rows, 1)) of query rows at pointers `q_rows`: a query is its columns times its
-    unit. `head` is a scalar or (rows,).
+    """(columns, unit (rows, 1), columns of the tail) of query rows at pointers `q_rows`, columns as (even, odd): a
+    query is its columns times its unit. `head` is a scalar or (rows,).
     """
-    WIDTH: tl.constexpr = T.BLOCK_D // 2
-    column = tl.arange(0, WIDTH)[None, :]
-    ok = row_ok[:, None] & (column < T.HEAD_DIM // 2)
+    first = query_pairs(q_rows, row_ok, 0, T.BLOCK_D // 2, T.FIRST_DIM // 2, T)
+    tail = first
+    if T.BLOCK_TAIL > 0:
+        tail = query_pairs(q_rows, row_ok, T.FIRST_DIM // 2, T.BLOCK_TAIL // 2, T.HEAD_DIM // 2, T)
     if T.FP8_Q:
-        even, odd = columns_of(tl.load(q_rows[:, None] + column, mask=ok, other=0), T)
         base = head_base(q_scale, batch_idx, head, 0, False)
         block = m_idx * 0
         if T.Q_SHARED_ROWS > 0:
             block = m_idx // T.Q_SHARED_ROWS
         unit = tl.load(base + block * q_scale.stride_row, mask=row_ok, other=0.0) * code_unit(T)
     else:
-        even = tl.load(q_rows[:, None] + 2 * column, mask=ok, other=0.0).to(tl.float32)
-        odd = tl.load(q_rows[:, None] + (2 * column + 1), mask=ok, other=0.0).to(tl.float32)
         unit = tl.zeros([row_ok.shape[0]], tl.float32) + 1.0
         if T.HALF:
-            top = tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1))
+            top = largest_of(first)
+            if T.BLOCK_TAIL > 0:
+                top = tl.maximum(top, largest_of(tail))
             power = (top.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
             power = tl.minimum(tl.maximum(power, SMALLEST), LARGEST)
             unit = power * (1.0 / HEADROOM)
             lift = (1.0 / power * HEADROOM)[:, None]
-            even = even * lift
-            odd = odd * lift
-    if T.HALF:
-        return even.to(tl.float16), odd.to(tl.float16), unit[:, None]
+            first = first[0] * lift, first[1] * lift
+            if T.BLOCK_TAIL > 0:
+                tail = tail[0] * lift, tail[1] * lift
+    DTYPE: tl.constexpr = tl.float16 if T.HALF else tl.float32
+    first = first[0].to(DTYPE), first[1].to(DTYPE)
+    if T.BLOCK_TAIL > 0:
+        tail = tail[0].to(DTYPE), tail[1].to(DTYPE)
+    return first, unit[:, None], tail
+
+
+@triton.jit
+def query_pairs(q_rows, row_ok, begin, WIDTH: tl.constexpr, end, T: tl.constexpr):
+    """(even, odd) columns of the pairs begin..begin+WIDTH of query rows; 0 from pair `end` on."""
+    pair = begin + tl.arange(0, WIDTH)[None, :]
+    ok = row_ok[:, None] & (pair < end)
+    if T.FP8_Q:
+        return columns_of(tl.load(q_rows[:, None] + pair, mask=ok, other=0), T)
     else:
-        return even.to(tl.float32), odd.to(tl.float32), unit[:, None]
+        even = tl.load(q_rows[:, None] + 2 * pair, mask=ok, other=0.0).to(tl.float32)
+        return even, tl.load(q_rows[:, None] + (2 * pair + 1), mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def largest_of(columns):
+    """The largest magnitude in each row of (even, odd) columns."""
+    return tl.maximum(tl.max(tl.abs(columns[0]), 1), tl.max(tl.abs(columns[1]), 1))
 
 
 @triton.jit
 def quantised_products(
     q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """q.k of a tile of keys, scales included."""
-    q_even, q_odd, q_unit = q
-    even, odd = load_columns_of_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-    dots = dot_add(q_odd, tl.trans(odd), dot(q_even, tl.trans(even), T), T)
-    return dots * (q_unit * tile_scales(k_source, pages, first, seqlen_k, T.K_SHARED_ROWS, BLOCK_N, T))
+    """(q.k of a tile of keys, scales included; its (even, odd) columns before the tail)."""
+    q_first, q_unit, q_tail = q
+    even, odd = load_columns_of_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.FIRST_DIM, T.BLOCK_D, T)
+    dots = dot_add(q_first[1], tl.trans(odd), dot(q_first[0], tl.trans(even), T), T)
+    if T.BLOCK_TAIL > 0:
+        rows, base, table, _descs, row, col, scaling_of_keys = k_source
+        source = (rows, base + T.FIRST_DIM // 2, table, None, row, col, scaling_of_keys)
+        REST: tl.constexpr = T.HEAD_DIM - T.FIRST_DIM
+        tail = load_columns_of_keys(source, pages, first, seqlen_k, EDGE, BLOCK_N, REST, T.BLOCK_TAIL, T)
+        dots = dot_add(q_tail[1], tl.trans(tail[1]), dot_add(q_tail[0], tl.trans(tail[0]), dots, T), T)
+    dots = dots * (q_unit * tile_scales(k_source, pages, first, seqlen_k, T.K_SHARED_ROWS, BLOCK_N, T))
+    return dots, (even, odd)
 
 
 @triton.jit
@@ -219,12 +246,17 @@ def row_tops(scores, scales, T: tl.constexpr):
 
 @triton.jit
 def add_quantised_values(
-    acc, alpha, p, v_source, v_scales, pages, first, seqlen_k,
+    acc, alpha, p, k_columns, v_source, v_scales, pages, first, seqlen_k,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Return acc * alpha + P V of a tile of keys, scales included; `acc` is (even, odd) columns."""
+    """Return acc * alpha + P V of a tile of keys, scales included; `acc` is (even, odd) columns. V is `k_columns` of a
+    latent.
+    """
     acc_even, acc_odd = acc
-    even, odd = load_columns_of_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    if T.LATENT:
+        even, odd = k_columns
+    else:
+        even, odd = load_columns_of_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     PER_KEY: tl.constexpr = T.PAGE_SIZE % BLOCK_N != 0 if T.PAGED else T.V_SHARED_ROWS % BLOCK_N != 0
     if not T.HALF:
         weights = p * v_scales
