@@ -201,7 +201,7 @@ def test_the_figures_of_the_h200_are_those_of_the_stored_runs() -> None:
             if each["status"] == "ok" and each["rate"]
         }
         compared = columns[0] == "tilewise-hopper"
-        table = page.split("### Beside FA4, FA3 and cuDNN" if compared else "### Other kernels")[1].split("\n### ")[0]
+        table = page.split("### Against FA4, FA3 and cuDNN" if compared else "### Other kernels")[1].split("\n### ")[0]
         rows = re.findall(r"^\| (forward|backward) D=(\d+) (full|causal) \| (.*) \|$", table, re.MULTILINE)[:12]
         assert len(rows) == 12
         for direction, dim, mask, text in rows:
