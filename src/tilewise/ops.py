@@ -24,7 +24,7 @@ from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 
-__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse", "repeated", "result", "touch"]
+__all__ = ["Call", "attention", "backward", "described", "is_plain_eager", "refuse", "repeated", "result", "touch"]
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
@@ -58,7 +58,7 @@ def refuse(kind: Kind, operands: Operands, flags: Flags) -> None:
         _choose(kind, operands, flags)
 
 
-def judged(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, Operands]:
+def described(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, Operands]:
     """The validated problem and its canonical operands, for passes that only some backends have."""
     problem = validation.problem_of(kind, operands, flags)
     return problem, canonical(problem, operands)
@@ -133,7 +133,7 @@ class Call:
     """
 
     __slots__ = (
-        "_apart", "_backwards", "_chosen", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags",
+        "_backwards", "_chosen", "_disjoint", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags",
         "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ class Call:
         self.bound = self._bound_forward(Operands(*self._narrowed(operands))) if lasting else None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
         named = operands._replace(max_logits=None)
-        self._apart = None if operands.out is None else validation.Apart(Operands._fields, named)
+        self._disjoint = None if operands.out is None else validation.Disjoint(Operands._fields, named)
         self._reads = lasting and validation.reads_contents(kind, operands)
         self._backwards: tuple[_BoundBackward, ...] = ()
         # The Python wrapper of torch's `apply` unwraps functorch leftovers, which a lasting call never has: skip it.
@@ -165,15 +165,15 @@ class Call:
                 return self(tensors, places, before, True)
         if self._reads:
             validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
-        if self._apart is not None:
-            self._apart.check(tensors, places)
+        if self._disjoint is not None:
+            self._disjoint.check(tensors, places)
         if before is not None:
             before()
         if self.wide:
             tensors, places = self._narrowed(tensors), None
         if self.problem.max_logits:
             return self._with_logits(tensors)
-        if self._apart is not None:
+        if self._disjoint is not None:
             return self._written(tensors, places)
         if self._recorded:
             recorded: calls.Result = self._record(self, places, *tensors)
@@ -192,7 +192,7 @@ class Call:
         tensors = (*tensors[:_LOGITS], *_NOTHING[len(tensors) :], logits)
         if self._recorded:
             result: Any = self._record(self, None, *tensors)
-        elif self._apart is not None:
+        elif self._disjoint is not None:
             result = self._written(tensors, None)
         else:
             made = self.forward(tensors)

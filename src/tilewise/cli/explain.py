@@ -133,10 +133,10 @@ def _check_together(ranks: int | None, along: dict[str, bool], alone: dict[str, 
     """Refuses options that need --context-parallel, or that exclude it."""
     given = [name for name, there in (along if ranks is None else alone).items() if there]
     if given and ranks is None:
-        raise InvalidProblem(given[0], "--context-parallel beside it", "none", "Say over how many devices.")
+        raise InvalidProblem(given[0], "--context-parallel too", "none", "Give the number of devices.")
     if given:
         fix = "Leave it out: the forecast has no part for it."
-        raise InvalidProblem(given[0], "nothing of it beside --context-parallel", "both", fix)
+        raise InvalidProblem(given[0], "no such option with --context-parallel", "both", fix)
 
 
 def length(text: str | int) -> int:
