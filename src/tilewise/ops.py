@@ -254,7 +254,7 @@ class Call:
         if not isinstance(backend, Binding) or _is_moved(operands, ready):
             return None
         bound = backend.bind_forward(self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
-        # A pass that makes an `out` of its own would need a copy in every call, which the general way does.
+        # A pass that allocates its own `out` would need a copy in every call, which the general path makes.
         return None if bound is not None and operands.out is not None and "out" in bound.made else bound
 
     def _bound_backward(

@@ -11,12 +11,12 @@ import torch
 import typer
 from torch import Tensor
 
-from tilewise.cli.console import JsonOption, check_plot, print_json
+from tilewise.cli.console import JsonOption, check_plot, print_json, write_plot
 from tilewise.device import DEVICES
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Window
 from tilewise.plan import explain
-from tilewise.plan.plots import write_plot
+from tilewise.plan.plots import draw_plan
 
 __all__ = ["EXAMPLE", "command"]
 
@@ -123,8 +123,7 @@ def command(
     if tiles and not json:
         typer.echo(f"\n{plan.advice.table()}")
     if plot is not None:
-        write_plot(plan, plot)
-        typer.echo(f"written: {plot}", err=True)
+        write_plot(plot, draw_plan(plan))
     if plan.backend is None:
         raise typer.Exit(1)
 
