@@ -26,9 +26,9 @@ from zoo.yardstick import Yardstick
 
 ROOT = Path(__file__).parent.parent.parent
 
-# Of what tests/integrations/test_transformers.py does not have: sinks with experts, an encoder and a decoder, pictures
+# What tests/integrations/test_transformers.py does not have: an encoder and a decoder, pictures
 # between words, and sounds.
-RIGHT = ("gpt_oss", "bart", "llava", "wav2vec2")
+RIGHT = ("bart", "llava", "wav2vec2")
 OWN_ATTENTION = ("xglm",)
 
 # One group: what eager attention computes is shared.
