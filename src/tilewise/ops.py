@@ -265,18 +265,18 @@ class Call:
         """
         for known in self._backwards:
             if known.needs == needs:
-                places = known.look.places(given)
+                places = known.signature.places(given)
                 if places is not None:
                     return known, places
-        look = calls.Look(given) if calls.are_plain(given[:2]) else None
-        places = None if look is None else look.places(given)
-        if look is None or places is None:
+        signature = calls.Signature(given) if calls.are_plain(given[:2]) else None
+        places = None if signature is None else signature.places(given)
+        if signature is None or places is None:
             return None
         bound = self._bind_backward(given, wanted_of(needs))
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
         results = [made.index(name) if need and name in made else None for name, need in wanted]
-        new = _BoundBackward(look, needs, bound, (*results, *[None] * (len(needs) - len(results))))
+        new = _BoundBackward(signature, needs, bound, (*results, *[None] * (len(needs) - len(results))))
         self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
         return new, places
 
@@ -298,7 +298,7 @@ class _BoundBackward(NamedTuple):
     is the index of operand i's gradient among the tensors that the pass makes.
     """
 
-    look: calls.Look
+    signature: calls.Signature
     needs: tuple[bool, ...]
     bound: Bound | None
     results: tuple[int | None, ...]
