@@ -30,7 +30,7 @@ test-exhaustive: $(READY)
 RELEASES := $(or $(VERSION),5.17.0 5.22.2)
 ZOO := build/transformers
 test-transformers: $(READY) $(RELEASES:%=$(ZOO)/%/found.json)
-	$(if $(VERSION),,PYTHONPATH=tools $(BIN)/python -m zoo.table $(RELEASES:%=$(ZOO)/%/found.json) --page docs/transformers.md)
+	$(if $(VERSION),,PYTHONPATH=tools $(BIN)/python -m zoo.table $(RELEASES:%=$(ZOO)/%/found.json) --page docs/transformers.md --models docs/transformers-models.csv)
 	! grep -lE '"outcome": "(wrong|unclear)"' $(RELEASES:%=$(ZOO)/%/found.json)
 
 .PHONY: $(RELEASES:%=$(ZOO)/%/found.json)

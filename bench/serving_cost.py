@@ -220,7 +220,7 @@ def _cascade_row(device: str, dtype: torch.dtype, heads: int, batch: int, prefix
     shared = _hint(table, lengths, prefix)
     operands, flags = Operands(q, k, v, block_table=table, seqlens_k=lengths), Flags()
     spec = devices.of(q.device)
-    apart = cascade._apart  # noqa: SLF001  (the rule left out)
+    apart = cascade._attend_separately  # noqa: SLF001  (the rule left out)
     plain = tw.attention_paged(q, k, v, table, lengths)
     torch.testing.assert_close(apart(shared, operands, flags)[0], plain, atol=2e-2, rtol=2e-2)
     without = seconds(lambda: tw.attention_paged(q, k, v, table, lengths), device)

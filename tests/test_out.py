@@ -153,7 +153,7 @@ def test_with_a_shared_prefix(monkeypatch: pytest.MonkeyPatch, strides: str) -> 
         assert bool(other.isnan().all())
     rows = torch.tensor([0, 1])
     there = torch.empty(0, dtype=torch.float32).set_(rows.untyped_storage())
-    with pytest.raises(InvalidProblem, match=r"apart from that of shared_prefix\.rows"):
+    with pytest.raises(InvalidProblem, match=r"does not overlap shared_prefix\.rows"):
         tw.attention_paged(
             q[:, :1, :1], k[..., :1, :1], v[..., :1, :1], table, lengths,
             shared_prefix=shared._replace(rows=rows), out=there[:3].view(3, 1, 1),
@@ -220,7 +220,7 @@ class TestRefused:
         if place is None:
             place = torch.empty(0).set_(sinks.untyped_storage()).view(1, 4, 8, 8)
         before = place.clone()
-        with pytest.raises(InvalidProblem, match=f"out: expected memory apart from that of {name}"):
+        with pytest.raises(InvalidProblem, match=f"out: expected memory that does not overlap {name}"):
             tw.attention(q, k, v, sinks=sinks, out=place)
         assert torch.equal(place, before), "nothing was written"
 

@@ -120,12 +120,10 @@ def test_misuse_is_refused(misuse: object) -> None:
 PAGE = (Path(__file__).parent.parent / "docs" / "explain.md").read_text()
 
 
-def test_the_traffic_table_of_the_page() -> None:
-    rows = [row.replace(",", "").split(" | ") for row in re.findall(r"^\| (\d+ \| [\d,]{7,} .*) \|$", PAGE, re.M)]
-    assert len(rows) == 5
-    for seqlen, naive, fa1, fa2, ratio, causal in rows:
-        work = Workload(int(seqlen), int(seqlen), 64, 64, block_m=128, block_n=128)
-        counted = [count(schedule(algorithm, work)).traffic.elements for algorithm in ("naive", "fa1", "fa2")]
-        assert counted == [int(naive), int(fa1), int(fa2)]
-        assert round(int(naive) / int(fa2), 1) == float(ratio)
-        assert count(schedule("fa2", dataclasses.replace(work, right=0))).traffic.elements == int(causal)
+def test_the_traffic_that_the_page_states() -> None:
+    (stated,) = re.findall(r"N = 4096, naive attention moves .*", PAGE)
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]{6,}\d", stated)]
+    work = Workload(4096, 4096, 64, 64, block_m=128, block_n=128)
+    traces = [schedule(algorithm, work) for algorithm in ("naive", "fa1", "fa2")]
+    traces.append(schedule("fa2", dataclasses.replace(work, right=0)))
+    assert [count(trace).traffic.elements for trace in traces] == numbers

@@ -196,20 +196,24 @@ def test_public_names() -> None:
 
 
 def test_importing_is_cheap_and_loads_nothing_heavy() -> None:
-    """Some 40 ms, a 25th of torch's time: both grow alike on a busy machine. The first process writes the bytecode."""
+    """Some 40 ms, a 25th of torch's time, each the best of up to five: the first process writes the bytecode, and other
+    programs disturb some of them.
+    """
     heavy = ["triton", "llvmlite", "matplotlib", "rich", "typer", "http.server", "transformers"]
     heavy.append("torch.utils.flop_counter")  # which loads Triton where there is one
     code = (
         "import sys, time; start = time.process_time(); import torch; between = time.process_time();"
-        "before = set(sys.modules); import tilewise; print((time.process_time() - between) / (between - start),"
+        "before = set(sys.modules); import tilewise; print(time.process_time() - between, between - start,"
         f"*(m for m in {heavy!r} if m in set(sys.modules) - before))"
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TILEWISE")}
     environment |= {"PYTHONDONTWRITEBYTECODE": ""}
-    shares: list[float] = []
-    while not shares or (shares[-1] >= 0.04 and len(shares) < 5):
+    ours: list[float] = []
+    theirs: list[float] = []
+    while not ours or (min(ours) >= 0.04 * min(theirs) and len(ours) < 5):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-        share, *loaded = done.stdout.split()
+        mine, torchs, *loaded = done.stdout.split()
         assert loaded == []
-        shares.append(float(share))
-    assert min(shares) < 0.04
+        ours.append(float(mine))
+        theirs.append(float(torchs))
+    assert min(ours) < 0.04 * min(theirs)

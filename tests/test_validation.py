@@ -128,7 +128,7 @@ MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
         dense(softcap=1e-30, scale=1e10),
         "softcap",
         "a magnitude from",
-        "1e-30 beside scale 10000000000.0",
+        "1e-30 with scale 10000000000.0",
     ),
     "scale infinite": (tw.attention, dense(scale=math.inf), "scale", "finite", "inf"),
     "layout unknown": (tw.attention, dense(layout="sbhd"), "layout", "'bhsd' or 'bshd'", "sbhd"),

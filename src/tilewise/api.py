@@ -398,7 +398,7 @@ def _attend(
         tensors = (*given[:MASK], None, *given[MASK + 1 :], mask.tiles, mask.bits, mask.lists)
         about = (mask.seqlen_q, mask.seqlen_k)
     if given[2].__class__ is Fp8Tensor:
-        tensors, scales = validation.taken_apart(tensors)
+        tensors, scales = validation.split_scales(tensors)
         about += scales
     if out is not None:
         tensors = (*tensors, *NOTHING[len(tensors) :], out)
@@ -444,7 +444,7 @@ def attention_after(
     derivatives.refuse_tangents([t for t in given if isinstance(t, Tensor)])
     operands, flags = validation.checked(kind, given, options, cast=False, needs_grad=False)
     q, k, v = operands[:3]
-    query, key, value = validation.autocast_looks(q, k, v)
+    query, key, value = validation.autocast_stand_ins(q, k, v)
     if key is k and value is v and not torch.compiler.is_compiling():
         return ops.repeated(kind, operands._replace(q=validation.autocast(q)[0]), flags, write)
     ops.refuse(kind, operands._replace(q=query, k=key, v=value), flags)
@@ -499,7 +499,7 @@ def refuse_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **others: A
     slot, _ = calls.slot_of(operands, "refused", *options, window=options.window)
     if slot is not None and slot.is_tried:
         return
-    query, key, value = validation.autocast_looks(*operands[:3])
+    query, key, value = validation.autocast_stand_ins(*operands[:3])
     ops.refuse("varlen", *validation.checked("varlen", operands._replace(q=query, k=key, v=value), options))
     if slot is not None:
         slot.is_tried = True

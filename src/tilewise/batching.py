@@ -73,7 +73,7 @@ def tangent_rule(op: Op, names: Sequence[str], examples: int, in_dims: Sequence[
         return _one_by_one(op, examples, in_dims, args)
     known = [_folded("out", t, d, examples, batch) for t, d in zip(args[:KNOWN], in_dims, strict=False)]
     results = op(*known, *folded)
-    # What is known comes back empty.
+    # Results that were passed in are returned empty.
     first = KNOWN if known[0] is not None else 0
     found = [r if i < first else _unfolded(r, examples, batch) for i, r in enumerate(results)]
     return tuple(found), tuple([None if i < first else 0 for i in range(len(found))])

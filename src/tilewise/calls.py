@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 
 from tilewise import device, settings
 
-__all__ = ["MAX_CALLS", "Look", "Places", "Slot", "are_plain", "forget", "is_watched", "slot_of"]
+__all__ = ["MAX_CALLS", "Places", "Signature", "Slot", "are_plain", "forget", "is_watched", "slot_of"]
 
 # Bounds host memory: a cached call takes a few KiB, more with bound passes. Argument buffers for further addresses are
 # bounded for all calls together (backends/gpu/launching.py).
@@ -47,7 +47,7 @@ Found = tuple["Slot | None", Places | None]
 NOTHING: Found = (None, None)
 
 
-class Look:
+class Signature:
     """The signature of a list of tensors: all that torch knows of them except addresses and contents, in one
     comparison.
 
@@ -121,11 +121,11 @@ class Slot:
     and stays None if every call must be: then `is_tried` is set.
     """
 
-    __slots__ = ("call", "groups", "is_tried", "look")
+    __slots__ = ("call", "groups", "is_tried", "signature")
 
     def __init__(self, groups: Any) -> None:
         self.call: Callable[..., Result] | None = None
-        self.look: Look | None = None
+        self.signature: Signature | None = None
         self.groups, self.is_tried = groups, False
 
 
@@ -212,8 +212,8 @@ def slot_of(
         # object.
         if groups is not None and (last is None or last.groups is not groups) and not _are_plain(groups):
             return NOTHING
-        if last is not None and last.look is not None and (last.groups is groups or last.groups == groups):
-            places = last.look.places(tensors)
+        if last is not None and last.signature is not None and (last.groups is groups or last.groups == groups):
+            places = last.signature.places(tensors)
             if places is not None:
                 return last, places
         return NOTHING if is_watched() else (_looked_up(family, tensors, groups), None)
@@ -240,8 +240,8 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | No
             return None
     slot = _slot(family, groups, _is_latent(places), *looks)
     # Rebuilt where the guards reject tensors with an equal key: autocast, inference mode, or other tensors repeated.
-    if slot.look is None or slot.look.places(tensors) is None:
-        slot.look = Look(tensors)
+    if slot.signature is None or slot.signature.places(tensors) is None:
+        slot.signature = Signature(tensors)
     family.last = slot
     return slot
 

@@ -145,20 +145,20 @@ def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> 
     if shared is not None:
         _check(shared, operands)
         if operands.out is not None and ops.is_plain_eager(operands):
-            _apart_memory(shared, operands, len(operands)).check((*operands, *shared[1:]))
+            _disjoint_memory(shared, operands, len(operands)).check((*operands, *shared[1:]))
     if shared is None or refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         return ops.repeated("paged", operands, flags)
     if ops.is_plain_eager(operands):
         # The batch's own tables are not read when the hint is followed. A call that is invalid without it stays
         # invalid.
         validation.check_structure("paged", operands, flags)
-    return _apart(shared, operands, flags)
+    return _attend_separately(shared, operands, flags)
 
 
-def _apart_memory(shared: SharedPrefix, operands: Operands, count: int) -> validation.Apart:
+def _disjoint_memory(shared: SharedPrefix, operands: Operands, count: int) -> validation.Disjoint:
     """The check that `out` shares no memory with the first `count` operands and the tensors of the hint."""
     names = (*Operands._fields[:count], *[f"shared_prefix.{name}" for name in shared._fields[1:]])
-    return validation.Apart(names, (*operands[:count], *shared[1:]))
+    return validation.Disjoint(names, (*operands[:count], *shared[1:]))
 
 
 def _check(shared: Any, operands: Operands) -> None:
@@ -230,7 +230,7 @@ def bound(
         return None
     own = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True)
     backend, problem, _, everything = prefix
-    memory = None if operands.out is None else _apart_memory(shared, operands, count)
+    memory = None if operands.out is None else _disjoint_memory(shared, operands, count)
     return _Shared(shared.groups, backend, problem, everything, own, attend, count, reads, return_lse, memory)
 
 
@@ -247,7 +247,7 @@ class _Shared:
     _count: int
     _reads: bool
     _with_lse: bool
-    _memory: validation.Apart | None
+    _memory: validation.Disjoint | None
     _nvtx: bool = field(init=False)
     _both: Any = field(init=False)
 
@@ -316,7 +316,7 @@ def _unshared(
     return plain(tensors[:count], None if places is None else places[:present])
 
 
-def _apart(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
+def _attend_separately(shared: SharedPrefix, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
     """Attends own keys and prefixes separately and merges the results."""
     out, lse = ops.repeated("paged", _own(shared, operands), flags)
     direct, rows = _direct(shared, operands, flags), _rows(shared)
@@ -367,7 +367,7 @@ def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct |
     if backend is None or flags.backend not in ("auto", backend.name):
         return None
     prefix, everything = _prefix(shared, operands, flags)
-    problem, prefix = ops.judged("paged", prefix, everything)
+    problem, prefix = ops.described("paged", prefix, everything)
     fits = backend.splits_prefixes(problem, shared.num_rows, devices.of(operands.q.device))
     return _Direct(backend, problem, prefix, everything) if fits else None
 

@@ -58,7 +58,7 @@ __all__ = [
 # The operands that have derivatives, in the order of `Wanted`, `Gradients` and `Tangents`.
 DIFFERENTIABLE = Tangents._fields
 # Their indices in `Operands`.
-PLACES = tuple(Operands._fields.index(name) for name in DIFFERENTIABLE)
+INDICES = tuple(Operands._fields.index(name) for name in DIFFERENTIABLE)
 COUNT = len(DIFFERENTIABLE)
 # Floating-point operands without a derivative.
 FIXED = tuple(i for i, name in enumerate(Operands._fields) if name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"))
@@ -156,11 +156,11 @@ def attend_dual(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, T
             "forward-mode derivatives with respect to alibi_slopes or scales are not computed: they have no gradient "
             "either. Add the slopes as a bias, which has both"
         )
-    plain, tangents = Operands(*primals), Tangents(*[given[i] for i in PLACES])  # type: ignore[arg-type]
+    plain, tangents = Operands(*primals), Tangents(*[given[i] for i in INDICES])  # type: ignore[arg-type]
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._are_functorch_transforms_active():  # noqa: SLF001
-        # torch.func keeps what has tangents apart from what is recorded, so the primals may be used directly. Compilers
-        # take ops only.
+        # torch.func separates tangents from what autograd records, so the primals may be used directly. Compilers take
+        # ops only.
         tangent = _tangent_by_op if compiling else _tangent_transformed
         out, lse, dot_out, dot_lse = tangent(kind, plain, flags, tangents)
         return forward_ad.make_dual(out, dot_out), forward_ad.make_dual(lse, dot_lse)
@@ -180,7 +180,7 @@ def gradients_of_dual(kind: Kind, flags: Flags, given: Sequence[Tensor | None], 
     (dout, dlse, out, lse, *tensors), (dot_dout, dot_dlse, _, _, *directions) = split_dual(given)
     assert out is not None
     assert lse is not None
-    operands, tangents = Operands(*tensors), Tangents(*_at_places(directions))  # type: ignore[arg-type]
+    operands, tangents = Operands(*tensors), Tangents(*_differentiable_of(directions))  # type: ignore[arg-type]
     found = backward(kind, operands, flags, out, lse, dout, dlse, wanted)
     pushed = _push_backward(
         BY_OP, kind, flags, operands, tangents, (out, lse), (dout, dlse), (dot_dout, dot_dlse), wanted
@@ -204,7 +204,7 @@ class _Dual(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _made: None, _kind: None, _flags: None, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         made, ctx.made = ctx.made, None
-        tangents = [given[i] if i < len(given) else None for i in PLACES]
+        tangents = [given[i] if i < len(given) else None for i in INDICES]
         found = _Linear.apply(made, ctx.kind, ctx.flags, *tangents, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
         return cast("tuple[Tensor, Tensor]", found)
 
@@ -326,20 +326,20 @@ def _summed(parts: Sequence[Gradients], wanted: Wanted) -> list[Tensor | None]:
     return [functools.reduce(torch.add, column) if want else None for column, want in columns]
 
 
-def _at_places(tensors: Sequence[Any]) -> list[Any]:
+def _differentiable_of(tensors: Sequence[Any]) -> list[Any]:
     """The entries of the differentiable operands; trailing ones may be missing."""
-    return [tensors[place] if place < len(tensors) else None for place in PLACES]
+    return [tensors[i] if i < len(tensors) else None for i in INDICES]
 
 
 def wanted_of(needs: Sequence[bool]) -> Wanted:
     """The wanted gradients, from flags in the order of `Operands`."""
-    return Wanted(*[bool(need) for need in _at_places(needs)])
+    return Wanted(*[bool(need) for need in _differentiable_of(needs)])
 
 
 def scattered(gradients: Gradients, wanted: Wanted, count: int) -> list[Tensor | None]:
     """The wanted gradients at the positions of their operands, None elsewhere."""
     found: list[Tensor | None] = [None] * count
-    for place, gradient, want in zip(PLACES, gradients, wanted, strict=True):
+    for place, gradient, want in zip(INDICES, gradients, wanted, strict=True):
         if want:
             found[place] = gradient
     return found
@@ -418,7 +418,7 @@ BY_OP = Maps(backward, _tangent_by_op, _twice_by_op)
 
 @dataclasses.dataclass(frozen=True)
 class _About:
-    """What is not a tensor: one object, because torch takes tuples apart and then miscounts tangents."""
+    """What is not a tensor: one object, because torch flattens tuples and then miscounts tangents."""
 
     kind: Kind
     flags: Flags
@@ -452,7 +452,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _about: None, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         _, _, *tensors = ctx.saved_tensors
-        tangents = Tangents(*_at_places(given))
+        tangents = Tangents(*_differentiable_of(given))
         return _tangent_transformed(ctx.about.kind, Operands(*tensors), ctx.about.flags, tangents)[2:]
 
 
@@ -486,7 +486,7 @@ class _Backward(torch.autograd.Function):
     def jvp(ctx: Any, _about: None, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         dout, dlse, out, lse, *tensors = ctx.saved_tensors
         dot_dout, dot_dlse, _, _, *directions = given
-        about, tangents = ctx.about, Tangents(*_at_places(directions))
+        about, tangents = ctx.about, Tangents(*_differentiable_of(directions))
         pushed = _push_backward(
             TRANSFORMED, about.kind, about.flags, Operands(*tensors), tangents, (out, lse), (dout, dlse),
             (dot_dout, dot_dlse), about.wanted,

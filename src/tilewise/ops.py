@@ -24,7 +24,7 @@ from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 
-__all__ = ["Call", "attention", "backward", "is_plain_eager", "judged", "refuse", "repeated", "result", "touch"]
+__all__ = ["Call", "attention", "backward", "described", "is_plain_eager", "refuse", "repeated", "result", "touch"]
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
@@ -58,7 +58,7 @@ def refuse(kind: Kind, operands: Operands, flags: Flags) -> None:
         _choose(kind, operands, flags)
 
 
-def judged(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, Operands]:
+def described(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, Operands]:
     """The validated problem and its canonical operands, for passes that only some backends have."""
     problem = validation.problem_of(kind, operands, flags)
     return problem, canonical(problem, operands)
@@ -133,7 +133,7 @@ class Call:
     """
 
     __slots__ = (
-        "_apart", "_backwards", "_chosen", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags",
+        "_backwards", "_chosen", "_disjoint", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags",
         "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ class Call:
         self.bound = self._bound_forward(Operands(*self._narrowed(operands))) if lasting else None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
         named = operands._replace(max_logits=None)
-        self._apart = None if operands.out is None else validation.Apart(Operands._fields, named)
+        self._disjoint = None if operands.out is None else validation.Disjoint(Operands._fields, named)
         self._reads = lasting and validation.reads_contents(kind, operands)
         self._backwards: tuple[_BoundBackward, ...] = ()
         # The Python wrapper of torch's `apply` unwraps functorch leftovers, which a lasting call never has: skip it.
@@ -165,15 +165,15 @@ class Call:
                 return self(tensors, places, before, True)
         if self._reads:
             validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
-        if self._apart is not None:
-            self._apart.check(tensors, places)
+        if self._disjoint is not None:
+            self._disjoint.check(tensors, places)
         if before is not None:
             before()
         if self.wide:
             tensors, places = self._narrowed(tensors), None
         if self.problem.max_logits:
             return self._with_logits(tensors)
-        if self._apart is not None:
+        if self._disjoint is not None:
             return self._written(tensors, places)
         if self._recorded:
             recorded: calls.Result = self._record(self, places, *tensors)
@@ -192,7 +192,7 @@ class Call:
         tensors = (*tensors[:_LOGITS], *_NOTHING[len(tensors) :], logits)
         if self._recorded:
             result: Any = self._record(self, None, *tensors)
-        elif self._apart is not None:
+        elif self._disjoint is not None:
             result = self._written(tensors, None)
         else:
             made = self.forward(tensors)
@@ -254,7 +254,7 @@ class Call:
         if not isinstance(backend, Binding) or _is_moved(operands, ready):
             return None
         bound = backend.bind_forward(self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
-        # A pass that makes an `out` of its own would need a copy in every call, which the general way does.
+        # A pass that allocates its own `out` would need a copy in every call, which the general path makes.
         return None if bound is not None and operands.out is not None and "out" in bound.made else bound
 
     def _bound_backward(
@@ -265,18 +265,18 @@ class Call:
         """
         for known in self._backwards:
             if known.needs == needs:
-                places = known.look.places(given)
+                places = known.signature.places(given)
                 if places is not None:
                     return known, places
-        look = calls.Look(given) if calls.are_plain(given[:2]) else None
-        places = None if look is None else look.places(given)
-        if look is None or places is None:
+        signature = calls.Signature(given) if calls.are_plain(given[:2]) else None
+        places = None if signature is None else signature.places(given)
+        if signature is None or places is None:
             return None
         bound = self._bind_backward(given, wanted_of(needs))
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
         results = [made.index(name) if need and name in made else None for name, need in wanted]
-        new = _BoundBackward(look, needs, bound, (*results, *[None] * (len(needs) - len(results))))
+        new = _BoundBackward(signature, needs, bound, (*results, *[None] * (len(needs) - len(results))))
         self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
         return new, places
 
@@ -298,7 +298,7 @@ class _BoundBackward(NamedTuple):
     is the index of operand i's gradient among the tensors that the pass makes.
     """
 
-    look: calls.Look
+    signature: calls.Signature
     needs: tuple[bool, ...]
     bound: Bound | None
     results: tuple[int | None, ...]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
-import inspect
 import os
 import subprocess
 import sys
@@ -35,21 +35,50 @@ def interpret(*arguments: str) -> None:
 
 
 def hasten() -> None:
-    """Look through triton.language for what has to be replaced once and not at every call of a device function, which
-    takes a third of the interpreter's time. It has no public place for this; one without these names stays slow.
+    """Leave out what Triton's interpreter does in vain, over half of its time. It has no public place for this; a
+    release without these names stays slow.
+
+    - Every integer operation is repeated in 64 bits for an assertion that only debug mode makes.
+    - triton.language is replaced at every call of a device function, though the launch has replaced it already.
+    - The table of NumPy's dtypes is built at every lookup.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    builder = getattr(interpreter, "interpreter_builder", None)
+    if builder is not None and not builder.options.debug and hasattr(builder.options, "sanitize_overflow"):
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor"):
+        _replace_language_once(interpreter)
+    if hasattr(interpreter, "_get_np_dtype"):
+        _remember_dtypes(interpreter)
+
+
+def _replace_language_once(interpreter: Any) -> None:
+    replace, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    replaced: set[int] = set()  # the modules whose functions see the replaced language, in this launch
+
+    def once(function: Any) -> Any:
+        if id(function.__globals__) in replaced:
+            return None
+        replaced.add(id(function.__globals__))
+        return replace(function)
+
+    def launch(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        replaced.clear()
+        try:
+            return run(executor, *args, **kwargs)
+        finally:
+            replaced.clear()
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, launch
+
+
+def _remember_dtypes(interpreter: Any) -> None:
+    plain = interpreter._get_np_dtype
     core: Any = importlib.import_module("triton.language.core")
+    scalar = functools.cache(plain)
 
-    @functools.cache
-    def builtins(package: Any) -> tuple[str, ...]:
-        return tuple(name for name, member in inspect.getmembers(package) if core.is_builtin(member))
+    def dtype_of(kind: Any) -> Any:
+        inner = kind.element_ty if isinstance(kind, core.block_type) else kind
+        return plain(inner) if isinstance(inner, core.pointer_type) else scalar(inner)
 
-    def patch(package: Any, builder: Any, scope: Any) -> None:
-        for name in builtins(package):
-            # What is replaced is no builtin any more.
-            if core.is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
-        interpreter._patch_builtin = patch
+    interpreter._get_np_dtype = dtype_of

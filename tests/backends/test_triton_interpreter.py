@@ -42,7 +42,8 @@ HERE = Path(__file__)
 LARGE = ("special_cases", "single_features", "fp8", "left_alone", "outside_the_lengths", "tangents")
 PARTS = (*LARGE[:-1], "tangents and dense", "tangents and not dense", f"not ({' or '.join(LARGE)})")
 # A few tests of the small suite for the fast run, one for each kernel and loader; all of it with `-m exhaustive`.
-SAMPLE = "gqa or varlen_padding or paged_decode_strided or fp32_bias_and_sinks"
+# Tangents of dense and packed sequences are also in `test_derivatives_in_boxes`.
+SAMPLE = "(gqa or varlen_padding or paged_decode_strided or fp32_bias_and_sinks) and not (tangents and fp32 and gqa)"
 
 
 # Files with tests that run in the interpreter alone: all of them in one process, whose start takes as long as most.

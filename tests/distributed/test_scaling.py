@@ -103,9 +103,9 @@ def test_a_length_that_is_none_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--link", "nvlink4"], "--link: expected --context-parallel beside it"),
+        (["--link", "nvlink4"], "--link: expected --context-parallel too"),
         *(
-            (["--context-parallel", "2", *more], f"{more[0]}: expected nothing of it beside --context-parallel")
+            (["--context-parallel", "2", *more], f"{more[0]}: expected no such option with --context-parallel")
             for more in (["--bias"], ["--mask"], ["--tiles"], ["--seqlen-q", "1"], ["--backend", "cpu"])
         ),
     ],

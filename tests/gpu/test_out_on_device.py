@@ -137,7 +137,7 @@ def test_memory_of_an_operand_is_refused_in_known_calls() -> None:
     q, k, v, out = memory
     tw.attention(q, k, v, out=out)
     tw.attention(q, k, v, out=out)
-    with pytest.raises(InvalidProblem, match="apart from that of k"):
+    with pytest.raises(InvalidProblem, match="does not overlap k"):
         tw.attention(q, k, v, out=k)
 
 

@@ -1,18 +1,20 @@
-"""Writes what walks have found into a page, between two marks.
+"""Writes what walks have found: tables into a page, between two marks, and a CSV file with every model type.
 
-python -m zoo.table 5.17.0.json 5.22.2.json --page docs/transformers.md
+python -m zoo.table 5.17.0.json 5.22.2.json --page docs/transformers.md --models docs/transformers-models.csv
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import csv
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main", "render"]
+__all__ = ["main", "models", "render"]
 
 BEGIN, END = "<!-- The zoo writes from here -->", "<!-- to here. -->"
 LONGEST = 260
@@ -41,41 +43,30 @@ WORST = ("wrong", "unclear", "partly", "refused", "right", "untouched", "not bui
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="zoo.table", description="the table of docs/transformers.md")
+    parser = argparse.ArgumentParser(prog="zoo.table", description="the tables of docs/transformers.md")
     parser.add_argument("found", type=Path, nargs="+", help="files that walks have written")
     parser.add_argument("--page", type=Path, required=True)
+    parser.add_argument("--models", type=Path, required=True, help="the CSV file with the outcome of every model type")
     options = parser.parse_args(arguments)
     walks = [json.loads(path.read_text()) for path in options.found]
     page = options.page.read_text()
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     options.page.write_text(f"{before}{BEGIN}\n{render(walks)}{END}{after}")
+    options.models.write_text(models(walks))
     return 0
 
 
 def render(walks: list[dict[str, Any]]) -> str:
-    """The tables, for these walks."""
+    """The tables of the page: how many types have each outcome, and the reasons of refusals and failures."""
     releases = [walk["transformers"] for walk in walks]
-    types: dict[str, dict[str, str]] = {outcome: {} for outcome in OUTCOMES}
-    counts = {outcome: [0] * len(walks) for outcome in OUTCOMES}
-    found: dict[str, dict[str, str]] = collections.defaultdict(dict)
-    for index, walk in enumerate(walks):
-        by_type: dict[str, list[str]] = collections.defaultdict(list)
-        for entry in walk["results"]:
-            by_type[entry["type"]].append(entry["outcome"])
-        for model_type, outcomes in by_type.items():
-            outcome = _of_type(outcomes)
-            counts[outcome][index] += 1
-            found[model_type][releases[index]] = outcome
-    for model_type, by_release in sorted(found.items()):
-        for outcome in dict.fromkeys(by_release.values()):
-            where = [release for release, said in by_release.items() if said == outcome]
-            types[outcome][model_type] = "" if len(where) == len(releases) else f" ({', '.join(where)})"
+    found = _outcomes(walks)
     lines = ["", f"| model types | {' | '.join(releases)} |", f"|---|{'---:|' * len(releases)}"]
     for outcome, title in OUTCOMES.items():
-        if any(counts[outcome]) or outcome in ("wrong", "unclear"):
-            lines.append(f"| {title} | {' | '.join(map(str, counts[outcome]))} |")
-    lines += ["", *_list("Right", types["right"]), *_list("Right, and tilewise is never called", types["untouched"])]
+        counts = [sum(said.get(release) == outcome for said in found.values()) for release in releases]
+        if any(counts) or outcome in ("wrong", "unclear"):
+            lines.append(f"| {title} | {' | '.join(map(str, counts))} |")
+    lines.append("")
     for title, kinds in (
         ("Refused", ("refused", "partly")),
         ("Differs from eager attention by more than that", ("wrong", "unclear")),
@@ -83,10 +74,41 @@ def render(walks: list[dict[str, Any]]) -> str:
         rows = _reasons(walks, kinds)
         if rows:
             lines += [f"### {title}", "| models | name | release | reason |", "|---|---|---|---|", *rows, ""]
-    rows = _not_built(walks)
-    if rows:
-        lines += ["### Not built offline", "| reason | types |", "|---|---|", *rows, ""]
     return "\n".join(lines) + "\n"
+
+
+def models(walks: list[dict[str, Any]]) -> str:
+    """A CSV table: each model type, its outcome in each release, and why it was not built."""
+    releases = [walk["transformers"] for walk in walks]
+    reasons = {
+        (walk["transformers"], entry["type"]): _short(entry["reason"])
+        for walk in walks
+        for entry in walk["results"]
+        if entry["outcome"] == "not built"
+    }
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["type", *releases])
+    for model_type, said in sorted(_outcomes(walks).items()):
+        cells = []
+        for release in releases:
+            outcome = OUTCOMES.get(said.get(release, ""), "not in this release")
+            reason = reasons.get((release, model_type)) if said.get(release) == "not built" else None
+            cells.append(f"{outcome}: {reason}" if reason else outcome)
+        writer.writerow([model_type, *cells])
+    return text.getvalue()
+
+
+def _outcomes(walks: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """The outcome of each model type, by release."""
+    found: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for walk in walks:
+        by_type: dict[str, list[str]] = collections.defaultdict(list)
+        for entry in walk["results"]:
+            by_type[entry["type"]].append(entry["outcome"])
+        for model_type, outcomes in by_type.items():
+            found[model_type][walk["transformers"]] = _of_type(outcomes)
+    return found
 
 
 def _of_type(outcomes: list[str]) -> str:
@@ -94,12 +116,6 @@ def _of_type(outcomes: list[str]) -> str:
     if {"refused", "right"} <= set(outcomes) or {"refused", "untouched"} <= set(outcomes):
         outcomes = [*outcomes, "partly"]
     return min(outcomes, key=WORST.index)
-
-
-def _list(title: str, types: dict[str, str]) -> list[str]:
-    if not types:
-        return []
-    return [f"### {title}", ", ".join(f"{name}{where}" for name, where in types.items()) + ".", ""]
 
 
 def _reasons(walks: list[dict[str, Any]], outcomes: tuple[str, ...]) -> list[str]:
@@ -124,19 +140,6 @@ def _sentence(entry: dict[str, Any]) -> str:
     text = text.removeprefix("build: ").replace(entry["class"] or "\0", "the model")
     text = re.sub(r"\d\.\de[-+]\d\d", "…", text)
     return _cell(text)
-
-
-def _not_built(walks: list[dict[str, Any]]) -> list[str]:
-    rows: dict[str, dict[str, list[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for walk in walks:
-        for entry in walk["results"]:
-            if entry["outcome"] == "not built":
-                rows[_cell(_short(entry["reason"]))][entry["type"]].append(walk["transformers"])
-    found = []
-    for reason, types in sorted(rows.items(), key=lambda row: (-len(row[1]), row[0])):
-        named = [f"{t}{'' if len(set(r)) == len(walks) else f' ({r[0]})'}" for t, r in sorted(types.items())]
-        found.append(f"| {reason} | {', '.join(named)} |")
-    return found
 
 
 def _short(reason: str) -> str:

@@ -11,12 +11,12 @@ import torch
 import typer
 from torch import Tensor
 
-from tilewise.cli.console import JsonOption, check_plot, print_json
+from tilewise.cli.console import JsonOption, check_plot, print_json, write_plot
 from tilewise.device import DEVICES
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Window
 from tilewise.plan import explain
-from tilewise.plan.plots import write_plot
+from tilewise.plan.plots import draw_plan
 
 __all__ = ["EXAMPLE", "command"]
 
@@ -123,8 +123,7 @@ def command(
     if tiles and not json:
         typer.echo(f"\n{plan.advice.table()}")
     if plot is not None:
-        write_plot(plan, plot)
-        typer.echo(f"written: {plot}", err=True)
+        write_plot(plot, draw_plan(plan))
     if plan.backend is None:
         raise typer.Exit(1)
 
@@ -133,10 +132,10 @@ def _check_together(ranks: int | None, along: dict[str, bool], alone: dict[str, 
     """Refuses options that need --context-parallel, or that exclude it."""
     given = [name for name, there in (along if ranks is None else alone).items() if there]
     if given and ranks is None:
-        raise InvalidProblem(given[0], "--context-parallel beside it", "none", "Say over how many devices.")
+        raise InvalidProblem(given[0], "--context-parallel too", "none", "Give the number of devices.")
     if given:
         fix = "Leave it out: the forecast has no part for it."
-        raise InvalidProblem(given[0], "nothing of it beside --context-parallel", "both", fix)
+        raise InvalidProblem(given[0], "no such option with --context-parallel", "both", fix)
 
 
 def length(text: str | int) -> int:

@@ -33,7 +33,7 @@ def kernel_table() -> dict[str, Any]:
     """{"rows": the distinct answers, "few_keys": below how many they are few, "pieces": the distinct lists of
     [from, row], "steps": {"device dtype head_dim phase": numbers of the lists}}.
 
-    The numbers of a phase stand in the order of `_variants`: by mask, by window, in decoding by keys and by heads.
+    The numbers of a phase are in the order of `_variants`: by mask, by window, in decoding by keys and by heads.
     """
     rows: dict[Row, int] = {}
     pieces: dict[tuple[tuple[int, int], ...], int] = {}
@@ -60,7 +60,7 @@ def _variants(phase: Phase) -> list[tuple[bool, bool, tuple[str, ...]]]:
 
 
 def _many_keys() -> int:
-    """From so many on a decode kernel is worth its merging."""
+    """The number of keys from which on a split-KV kernel pays for its merge."""
     many: int = dispatch.load("hopper").many_keys  # type: ignore[attr-defined]
     return many
 

@@ -113,5 +113,5 @@ def _with_data(page: str, data: dict[str, Any]) -> str:
 
 
 def _inline(source: str) -> str:
-    """JavaScript that does not end the element it stands in: in a string, the backslash changes nothing."""
+    """JavaScript that cannot close its <script> element: in a string, the backslash changes nothing."""
     return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")

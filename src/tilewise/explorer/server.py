@@ -47,7 +47,7 @@ class ExplorerServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
             raise InvalidProblem("port", "one that is free", f"{port} ({error})", fix) from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error; anything else is shown."""
+        """Ignore a browser that closes the connection during an answer; show every other error."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 

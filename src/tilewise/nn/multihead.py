@@ -184,7 +184,8 @@ def _static(name: str, static: Tensor | None, bias: Tensor | None, q: Tensor, pr
     if static is None:
         return projected
     if bias is not None:
-        raise InvalidProblem(name, "None beside bias_k and bias_v", tuple(static.shape), "Append the bias to it.")
+        expected = "None together with bias_k and bias_v"
+        raise InvalidProblem(name, expected, tuple(static.shape), "Append the bias to it.")
     check_class(name, static)
     batch, _, num_heads, head_dim = q.shape
     if static.dim() != 3 or static.shape[0] != batch * num_heads or static.shape[2] != head_dim:

@@ -39,7 +39,7 @@ TEXTBOOK_TILE = TileGrid(128, 128)
 
 
 class Higher(NamedTuple):
-    """Which backend would compute tangents (jvp) and second derivatives, and who refused before it."""
+    """Which backend would compute tangents (jvp) and second derivatives, and the backends that refused before it."""
 
     backend: str | None
     rejected: tuple[Rejection, ...]
@@ -210,15 +210,15 @@ def _kind_of(given: Operands, dropout: float, layout: str) -> Kind:
         kind = "paged"
         if given.cu_seqlens_k is not None:
             fix = "Keys in pages have their lengths in seqlens_k."
-            raise InvalidProblem("cu_seqlens_k", "None beside block_table", "a tensor", fix)
+            raise InvalidProblem("cu_seqlens_k", "None together with block_table", "a tensor", fix)
         if dropout != 0.0:
             fix = "Dropout is for training, pages for serving."
-            raise InvalidProblem("dropout", "0.0 beside block_table", dropout, fix)
+            raise InvalidProblem("dropout", "0.0 together with block_table", dropout, fix)
     elif given.cu_seqlens_q is not None or given.cu_seqlens_k is not None:
         kind = "varlen"
         if given.cu_seqlens_q is None:
             fix = "Packed sequences need the lengths of both sides."
-            raise InvalidProblem("cu_seqlens_q", "a torch.Tensor beside cu_seqlens_k", None, fix)
+            raise InvalidProblem("cu_seqlens_q", "a torch.Tensor, because cu_seqlens_k is given", None, fix)
     if kind != "dense" and layout != "bhsd":
         raise InvalidProblem("layout", "'bhsd' for packed and paged tensors", repr(layout), "Leave layout out.")
     return kind

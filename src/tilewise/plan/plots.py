@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tilewise import figures, outputs
+from tilewise import figures
 from tilewise.errors import InvalidProblem
 from tilewise.masks import Band
 from tilewise.plan.roofline import Work, naive_work, tiled_work
@@ -17,7 +16,7 @@ from tilewise.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from tilewise.plan.planning import Plan
 
-__all__ = ["LengthTraffic", "draw_plan", "traffic_by_length", "write_plot"]
+__all__ = ["LengthTraffic", "draw_plan", "traffic_by_length"]
 
 NAIVE, TILED = figures.OTHERS[0], figures.OURS[0]
 SHORTEST, OCTAVES_BEYOND = 256, 3
@@ -27,13 +26,6 @@ LINES = (
     (2, "tiled, into fast memory", TILED, ":"),
     (3, "tiled, from memory (behind the cache)", TILED, "-"),
 )
-
-
-def write_plot(plan: Plan, path: Path) -> None:
-    """Draw a plan into an SVG file."""
-    if path.suffix.lower() != ".svg":
-        raise InvalidProblem("plot", "a file name that ends in .svg", str(path), "The picture is an SVG.")
-    outputs.write(path, draw_plan(plan), "plot")
 
 
 def draw_plan(plan: Plan) -> str:

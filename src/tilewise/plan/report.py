@@ -84,7 +84,7 @@ def _backend(plan: Plan) -> str:
 
 
 def _higher(plan: Plan) -> list[tuple[str, str]]:
-    """Who computes tangents and second derivatives of a call that is differentiated, if that is another backend."""
+    """The backend for tangents and second derivatives of a call that is differentiated, if it is another one."""
     backend, rejected = plan.higher
     if backend == plan.backend or not plan.problem.needs_grad or plan.problem.fp8:
         return []

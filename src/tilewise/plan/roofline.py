@@ -144,9 +144,9 @@ def _total_traffic(
 
 def _bytes(problem: AttentionProblem, traffic: Traffic, scores: int) -> int:
     """Traffic in bytes, with one element of bias and of mask read per score and pass."""
-    beside = (problem.bias_dtype.itemsize if problem.bias_dtype else 0) + (1 if problem.mask_shape else 0)
+    extra = (problem.bias_dtype.itemsize if problem.bias_dtype else 0) + (1 if problem.mask_shape else 0)
     passes = 2 if problem.needs_grad else 1
-    return traffic.bytes(problem.dtype.itemsize, problem.accumulate_dtype.itemsize) + beside * scores * passes
+    return traffic.bytes(problem.dtype.itemsize, problem.accumulate_dtype.itemsize) + extra * scores * passes
 
 
 def _behind_cache(problem: AttentionProblem, bands: Bands, grid: TileGrid, spec: DeviceSpec) -> int:

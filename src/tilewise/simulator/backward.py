@@ -24,7 +24,7 @@ def _gradient_arrays(work: Workload) -> dict[str, ArraySpec]:
 
 
 def backward_arrays(work: Workload) -> dict[str, ArraySpec]:
-    """Beside what the forward kept and dout: delta, and dq while it is being summed up."""
+    """What the forward kept, dout, delta, and dq while it is being summed."""
     kept = attention_arrays(work) | {
         "out": ArraySpec(work.seqlen_q, work.head_dim_v),
         "lse": ArraySpec(work.seqlen_q, 1, wide=True),

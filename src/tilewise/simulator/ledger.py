@@ -76,7 +76,7 @@ def count(trace: Trace) -> Counts:
 
 
 def require_capacity(trace: Trace, sram_bytes: int | None) -> None:
-    """Rejects a trace that needs more fast memory than there is, and names the need and who holds it."""
+    """Rejects a trace that needs more fast memory than there is, and names the need and the buffers that make it up."""
     need = count(trace).peak_bytes
     if sram_bytes is None or need <= sram_bytes:
         return

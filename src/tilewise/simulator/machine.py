@@ -22,7 +22,7 @@ __all__ = ["Machine", "replay"]
 def replay(trace: Trace, inputs: Mapping[str, NDArray[Any]]) -> dict[str, Matrix]:
     """Executes a trace's events in order on its inputs and returns the arrays of slow memory that are not inputs.
 
-    Where the statistics were left apart (FA-1), lse is added to them.
+    FA-1 leaves row_max and row_sum: lse is computed from them.
     """
     machine = Machine(trace.workload, trace.arrays, inputs)
     for event in trace.events:

@@ -1,4 +1,4 @@
-"""Schedules of a matrix product: element by element, and in tiles that are used block times for each time they come."""
+"""Schedules of a matrix product: element by element, and in tiles, where each load is used `block` times."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class PagePool(_Pool):
             self.events.append(PageEvent("share", request, page))
 
     def finish(self, request: str) -> None:
-        """The request ends; pages that nobody else holds are free at once, its first one the next to go out."""
+        """The request ends. Pages without other holders are free at once; its first page is the next to be taken."""
         self._known(request)
         for page in reversed(self.tables.pop(request)):
             self._release(request, page)
@@ -107,7 +107,7 @@ class PagePool(_Pool):
 
     @property
     def reserved_pages(self) -> int:
-        """Pages that somebody holds, shared ones once."""
+        """Pages that are held, shared ones counted once."""
         return len(self.holders)
 
     @property

@@ -1,4 +1,4 @@
-"""Which algorithms there are, what they are given, and the two ways in: `schedule` sizes, `simulate` real arrays."""
+"""The algorithms, and the two entry points: `schedule` takes sizes, `simulate` real arrays."""
 
 from __future__ import annotations
 

@@ -26,25 +26,25 @@ from tilewise.validation.flags import (
     OPTIONAL_PAGED,
     any_needs_grad,
     autocast,
-    autocast_looks,
+    autocast_stand_ins,
     check_flag,
     normalise,
     require_tensors,
     seed_tensor,
 )
 from tilewise.validation.foreign import unexpected
-from tilewise.validation.quantised import taken_apart, unwrapped
-from tilewise.validation.results import Apart, check_out, check_result
+from tilewise.validation.quantised import split_scales, unwrapped
+from tilewise.validation.results import Disjoint, check_out, check_result
 from tilewise.validation.tensors import FLOATS, TensorSpec, describe, public_names
 from tilewise.validation.values import check_values, longest_sequences
 
 __all__ = [
     "FLOATS",
     "OPTIONAL_PAGED",
-    "Apart",
+    "Disjoint",
     "any_needs_grad",
     "autocast",
-    "autocast_looks",
+    "autocast_stand_ins",
     "check_class",
     "check_contents",
     "check_flag",
@@ -58,7 +58,7 @@ __all__ = [
     "problem_of",
     "reads_contents",
     "require_tensors",
-    "taken_apart",
+    "split_scales",
     "unexpected",
 ]
 

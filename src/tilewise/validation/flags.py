@@ -211,7 +211,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if dtype is None else tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
 
 
-def autocast_looks(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast_stand_ins(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors with the dtype that `autocast` would give but one element of memory each: for validation only."""
     dtype = _autocast_dtype(tensors[0])
     if dtype is None:

@@ -11,7 +11,7 @@ from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.operands import Operands
 
-__all__ = ["taken_apart", "unwrapped"]
+__all__ = ["split_scales", "unwrapped"]
 
 
 # Padding up to the scales.
@@ -53,7 +53,7 @@ def unwrapped(q: Any, k: Any, v: Any, *layouts: str) -> tuple[Data, Scales]:
     return (q, k.data, v.data), (operands, flags)
 
 
-def taken_apart(given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def split_scales(given: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """(operands with scales, other container fields) of operands in order, where q, k, v may be containers.
 
     Nothing is validated: the result is the signature of calls with containers.

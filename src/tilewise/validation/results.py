@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Operands
 
-__all__ = ["Apart", "check_out", "check_result"]
+__all__ = ["Disjoint", "check_out", "check_result"]
 
 
 def check_out(out: Tensor, *, needs_grad: bool) -> None:
@@ -48,7 +48,7 @@ def _extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-class Apart:
+class Disjoint:
     """Checks for calls of one signature that no other tensor lies in the memory of `out`, from the first element to the
     last. `tensors` are those of the first call; absent ones are None.
     """
@@ -69,7 +69,7 @@ class Apart:
         end = begin + self._extents[self._at]
         for index, (place, size) in enumerate(zip(places, self._extents, strict=True)):
             if place < end and begin < place + size and index != self._at:
-                expected = f"memory apart from that of {self._names[index]}"
+                expected = f"memory that does not overlap {self._names[index]}"
                 fix = "Kernels read it after the first results are written: allocate out, or copy the operand."
                 raise InvalidProblem("out", expected, "an address range that both have", fix)
 
@@ -78,4 +78,4 @@ def check_result(tensors: Operands) -> None:
     """Everything about the memory of `out` that needs real tensors."""
     assert tensors.out is not None
     check_strides(tensors.out)
-    Apart(Operands._fields, tensors).check(tensors)
+    Disjoint(Operands._fields, tensors).check(tensors)

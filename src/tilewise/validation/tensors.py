@@ -207,7 +207,7 @@ def _check_dtypes(specs: Specs, public: dict[str, str]) -> None:
         if f"{operand}_scale" in specs:
             if given != E4M3:
                 fix = "Make both with tilewise.fp8.quantize."
-                raise InvalidProblem(public.get(operand, operand), "float8_e4m3fn beside its scales", given, fix)
+                raise InvalidProblem(public.get(operand, operand), "float8_e4m3fn with its scales", given, fix)
             continue
         if given not in common:
             names = " or ".join(str(d).removeprefix("torch.") for d in common)
@@ -345,7 +345,7 @@ def _check_scalars(dtype: torch.dtype, flags: Flags) -> None:
     ratio = None if flags.scale is None or flags.softcap is None else flags.scale / flags.softcap
     for name, number in (("scale", flags.scale), ("softcap", flags.softcap), ("softcap", ratio)):
         if number and not SCALARS[0] <= abs(number) <= SCALARS[1]:
-            got = number if number is not ratio else f"{flags.softcap} beside scale {flags.scale}"
+            got = number if number is not ratio else f"{flags.softcap} with scale {flags.scale}"
             raise InvalidProblem(name, expected, got, fix)
 
 
