@@ -15,7 +15,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
 from tilewise.problem import MAX_HEAD_DIM
 from tilewise.subclasses import check_class
-from tilewise.validation.results import Apart, check_strides
+from tilewise.validation.results import Disjoint, check_strides
 
 __all__ = ["Step", "check_arguments", "check_memory", "is_dense"]
 
@@ -181,7 +181,7 @@ def check_memory(step: Step, *, in_place: bool) -> None:
     check_strides(step.out)
     # In place, q and k may be parts of one projection: rows of k then lie between those of q.
     if not in_place:
-        Apart(Step._fields[:APART], step[:APART]).check(step[:APART])
+        Disjoint(Step._fields[:APART], step[:APART]).check(step[:APART])
 
 
 def is_dense(tensor: Tensor) -> bool:
