@@ -1,4 +1,4 @@
-"""Which backends are tested, on which device, with which cases: --backend NAME (repeatable), --device, --isa, --size."""
+"""Which backends are tested, where, with which cases: --backend NAME (repeatable), --device, --isa, --size."""
 
 from __future__ import annotations
 
