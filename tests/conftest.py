@@ -1,4 +1,4 @@
-"""Which backends are judged, on which device, by which cases: --backend NAME (repeatable), --device, --isa, --size."""
+"""Which backends are tested, where, with which cases: --backend NAME (repeatable), --device, --isa, --size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["emulated"]  # a fixture
 # What `--size small` leaves: interpreted kernels take seconds for 65 x 65 scores.
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_COUNT = 65, 64, 100
 MANY_CASES = 200
-# Files whose kernels are emulated, interpreted or only compiled, which uses no threads of torch, or which do not judge
+# Files whose kernels are emulated, interpreted or only compiled, which uses no threads of torch, or which do not test
 # them: that conformance, tests/kv and test_cpu_* do. On a GPU's machine references are larger.
 UNTHREADED = (
     "test_accuracy",
@@ -35,9 +35,9 @@ UNTHREADED = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`pytest tests/backends --backend triton --device cuda` judges one backend on a GPU."""
+    """`pytest tests/backends --backend triton --device cuda` tests one backend on a GPU."""
     group = parser.getgroup("tilewise conformance")
-    group.addoption("--backend", action="append", default=[], help="judge this backend (repeatable; default: all here)")
+    group.addoption("--backend", action="append", default=[], help="test this backend (repeatable; default: all here)")
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where the inputs live")
     group.addoption("--isa", help="CPU kernels from this table instead of the processor's: NEON, AVX2, ...")
     group.addoption("--size", default="full", choices=("full", "small"), help="small: for the Triton interpreter")
@@ -66,7 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", names)
         return
     chosen = _small(cases()) if metafunc.config.getoption("size") == "small" else cases()
-    # By its own results others are judged: unless it is asked for, the reference takes few cases.
+    # The other backends are compared with its results: unless it is asked for, the reference takes few cases.
     thin = len(chosen) > MANY_CASES and not metafunc.config.getoption("backend")
     pairs = [
         pytest.param(case, name, id=f"{name}-{case.id}")
@@ -94,7 +94,7 @@ def small_work_has_one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def reference_is_single_threaded(request: pytest.FixtureRequest) -> Iterator[None]:
-    """See `one_thread`; the other backends are judged with the threads they are used with."""
+    """See `one_thread`; the other backends are tested with the threads they are used with."""
     alone = request.getfixturevalue("backend") == "reference"
     with one_thread() if alone else contextlib.nullcontext():
         yield
