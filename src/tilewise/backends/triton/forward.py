@@ -80,13 +80,14 @@ def load_query_rows(q_rows, row_ok, T: tl.constexpr):
 
 @triton.jit
 def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """(q.k of a tile of keys, the tile if it is read as values too). A source whose column is None is a box descriptor
-    with coordinates. Keys with a tail are two tiles, with a descriptor each; of a latent, the first one is also V.
+    """(q.k of a tile of keys, the tile). A source whose column is None is a box descriptor with coordinates. Keys with
+    a tail are two tiles, with a descriptor each; of a latent, the first one is also V.
     """
     if T.FP8:
         return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     elif k_source[5] is None:
-        return dot(q, tl.trans(load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)), T), None
+        k_tile = load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)
+        return dot(q, tl.trans(k_tile), T), k_tile
     elif T.BLOCK_TAIL > 0:
         rows, base, table, descs, row, col, scaling = k_source
         if descs is None:
@@ -101,7 +102,7 @@ def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_
         return dot_add(q[1], tl.trans(tail), dot(q[0], tl.trans(k_tile), T), T), k_tile
     else:
         k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-        return dot(q, tl.trans(k_tile), T), None
+        return dot(q, tl.trans(k_tile), T), k_tile
 
 
 @triton.jit
