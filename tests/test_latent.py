@@ -62,6 +62,11 @@ def test_rotated_rows_have_no_first_columns() -> None:
         fp8.quantize(torch.randn(1, 1, 5, 64), rotation=True).first_columns(32)
 
 
+def test_latents_are_not_rotated() -> None:
+    with pytest.raises(tw.InvalidProblem, match="False for rows of more than 512 columns"):
+        fp8.quantize(torch.randn(1, 1, 5, 576), rotation=True)
+
+
 @pytest.mark.parametrize(("widths", "name"), [((577, 512), "head_dim"), ((576, 513), "head_dim_v")])
 def test_wider_heads_are_refused(widths: tuple[int, int], name: str) -> None:
     q, k = torch.randn(2, 1, 2, 5, widths[0])

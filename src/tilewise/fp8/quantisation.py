@@ -30,7 +30,7 @@ from tilewise import settings
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
 from tilewise.fp8.rotation import rotate
-from tilewise.fp8.rounding import encode, encode_rotated
+from tilewise.fp8.rounding import INDEX_BITS, encode, encode_rotated
 from tilewise.fp8.scales import AMAX_FLOOR, broadcast_scale, inverse_of, scale_of
 from tilewise.subclasses import check_class
 from tilewise.totals import check_totals, longest_of
@@ -72,6 +72,9 @@ def quantize(
     _check_call(x, granularity, layout, cu_seqlens, block, nonfinite)
     if not isinstance(rotation, bool):
         raise InvalidProblem("rotation", "True or False", repr(rotation), "Pass a Python bool.")
+    if rotation and x.shape[-1] > 1 << INDEX_BITS:
+        fix = "Quantise wider rows, such as latents, without rotation."
+        raise InvalidProblem("rotation", f"False for rows of more than {1 << INDEX_BITS} columns", x.shape[-1], fix)
     rows = int(block or BLOCK) if granularity == "block" else None
     kind: Fp8Layout = layout if cu_seqlens is None else "packed"
     if cu_seqlens is not None:

@@ -26,7 +26,7 @@ from tilewise.fp8.rotation import directions, part_sizes
 
 __all__ = ["INDEX_BITS", "encode", "encode_rotated"]
 
-# Low bits of a magnitude that are replaced by the channel number (head dims go up to 512).
+# Low bits of a magnitude that are replaced by the channel number (rows are up to 512 wide).
 INDEX_BITS = 9
 # Adding and subtracting it rounds errors, which are at most 16, to multiples of 2^-11.
 GRID = 1.5 * 2.0**12

@@ -233,8 +233,8 @@ def part_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> d
     if on and problem.page_size is not None and problem.page_size % config.block_n == 0:
         found = [page_matrix(problem, arguments["k"], config.block_n, dim) for dim in parts]
     if not found or found[0] is None or found[1] is None:
-        return {"k_desc": None, "k_tail_desc": None, "page_rows": 0}
-    return {"k_desc": found[0][0], "k_tail_desc": found[1][0], "page_rows": found[0][1]}
+        return {"k_desc": None, "tail_desc": None, "page_rows": 0}
+    return {"k_desc": found[0][0], "tail_desc": found[1][0], "page_rows": found[0][1]}
 
 
 def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:

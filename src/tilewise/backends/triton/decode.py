@@ -41,13 +41,13 @@ from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 @triton.jit(do_not_specialize=["page_rows", "sizes", "band", "scalars", "num_splits", "num_blocks"])
 def decode_kernel(
-    q, k, v, k_desc, k_tail_desc, page_rows, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts,
-    bias, mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars, num_splits, num_blocks,
+    q, k, v, k_desc, tail_desc, page_rows, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias,
+    mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars, num_splits, num_blocks,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one split of the keys for a tile of rows of a (group of heads, sequence); final unless SPLIT.
-    `num_blocks` tiles hold the rows of the longest sequence; None: one does. `k_desc` and `k_tail_desc`: descriptors
+    `num_blocks` tiles hold the rows of the longest sequence; None: one does. `k_desc` and `tail_desc` are descriptors
     of both parts of K, of which a page takes `page_rows` rows, or None.
     """
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
@@ -78,10 +78,10 @@ def decode_kernel(
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
     k_scaling = scaling(k_scale, batch_idx, kv_head, T)
-    if T.BLOCK_TAIL > 0 and not T.FP8:
-        k_source = (k, k_base, table, (k_desc, k_tail_desc), page_rows, kv_head * k.stride_head, k_scaling)
-    else:
+    if k_desc is None:
         k_source = (k, k_base, table, None, 0, 0, k_scaling)
+    else:
+        k_source = (k, k_base, table, (k_desc, tail_desc), page_rows, kv_head * k.stride_head, k_scaling)
     v_source = (v, v_base, table, None, 0, 0, scaling(v_scale, batch_idx, kv_head, T))
     if T.FP8:
         q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T)

@@ -80,8 +80,8 @@ def load_query_rows(q_rows, row_ok, T: tl.constexpr):
 
 @triton.jit
 def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """(q.k of a tile of keys, the tile, which is V too if this is a latent). A source whose column is None is a box
-    descriptor with coordinates. Keys with a tail are two tiles, with a descriptor each, the first of which is returned.
+    """(q.k of a tile of keys, the tile). A source whose column is None is a box descriptor with coordinates. Keys with
+    a tail are two tiles, with a descriptor each; of a latent, the first one is also V.
     """
     if T.FP8:
         return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
@@ -90,7 +90,7 @@ def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_
         return dot(q, tl.trans(k_tile), T), k_tile
     elif T.BLOCK_TAIL > 0:
         rows, base, table, descs, row, col, scaling = k_source
-        if descs[0] is None:
+        if descs is None:
             source = (rows, base, table, None, row, col, scaling)
             tail_source = (rows, base + T.FIRST_DIM, table, None, row, col, scaling)
         else:

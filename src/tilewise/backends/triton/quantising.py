@@ -272,6 +272,8 @@ ORDER = {"bhsd": (0, 1, 2), "bshd": (0, 2, 1), "packed": (0, 1, 0)}
 PLAIN_ROWS = 64
 # Elements of a rotated tile. Larger ones spill for wide heads.
 ROTATED_ELEMENTS = 4096
+# A program has at most 32 warps.
+MOST_ELEMENTS = 32 * 1024
 # Tiles over which one program of amax_kernel searches. Rotated ones are searched tile by tile, which is faster.
 AMAX_TILES = 2
 
@@ -393,7 +395,7 @@ def _columns(job: Job) -> int:
 def _tile(job: Job) -> tuple[int, int]:
     """(rows, warps) of a tile, with 32 elements per thread."""
     columns = _columns(job)
-    rows = max(1, ROTATED_ELEMENTS // columns) if job.rotation else PLAIN_ROWS
+    rows = max(1, ROTATED_ELEMENTS // columns) if job.rotation else min(PLAIN_ROWS, MOST_ELEMENTS // columns)
     return rows, max(rows * columns // 1024, 1)
 
 
