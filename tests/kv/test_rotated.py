@@ -333,7 +333,7 @@ def test_memory_of_out() -> None:
     both = torch.randn(7, HEADS, DIM)
     with pytest.raises(tw.InvalidProblem, match="does not overlap q"):
         append_rotated(**(given | {"q": both[:6]}), out=both[1:])
-    with pytest.raises(tw.InvalidProblem, match="apart from that of k_pages"):
+    with pytest.raises(tw.InvalidProblem, match="does not overlap k_pages"):
         append_rotated(**given, out=given["k_pages"].flatten()[: 6 * HEADS * DIM].view(6, HEADS, DIM))
 
 

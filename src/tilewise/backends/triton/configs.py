@@ -383,11 +383,11 @@ _LATENT: dict[int, dict[int, tuple[Config, ...]]] = {
         512: (Config(16, 16, 8, 1),)},
 }  # fmt: skip
 # On Hopper, in addition: 64 rows, of which wgmma takes four warps' worth.
-_LATENT_HOPPER: Table = {
-    64: Config(64, 64, 4, 3, descriptors=True),
-    128: Config(64, 64, 4, 3, descriptors=True),
-    256: Config(64, 64, 8, 2, descriptors=True),
-    512: Config(64, 64, 8, 2, descriptors=True),
+_LATENT_HOPPER: dict[int, tuple[Config, ...]] = {
+    64: (Config(64, 64, 4, 3, descriptors=True),),
+    128: (Config(64, 64, 4, 3, descriptors=True),),
+    256: (Config(64, 64, 8, 2, descriptors=True),),
+    512: (Config(64, 64, 8, 2, descriptors=True),),
 }
 
 # The rows replaced at present; the last of the list count. In all threads: autograd runs a backward in its own.
@@ -516,7 +516,7 @@ def latent_config(problem: AttentionProblem, device: DeviceSpec, rows: int) -> C
     if not problem.latent:  # next to values of their own, more rows do not fit everywhere
         tiles = tiles[:1]
     elif device.has_wgmma and itemsize == 2:
-        tiles += (_LATENT_HOPPER[width],)
+        tiles += _LATENT_HOPPER[width]
     return next((tile for tile in tiles if tile.block_m >= rows), tiles[-1])
 
 
