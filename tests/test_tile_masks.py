@@ -269,6 +269,12 @@ def test_the_lists_of_rows_and_columns() -> None:
     assert torch.equal(turned.view_as(mask.bits), packed(unpacked(mask.bits).transpose(1, 2)))
 
 
+@pytest.mark.parametrize("lengths", [(0, 300), (300, 0), (0, 0)])
+def test_the_lists_of_a_mask_without_tiles(lengths: tuple[int, int]) -> None:
+    mask = tw.tile_mask(lambda b, h, i, j: j <= i, *lengths)
+    assert lists_of(mask.tiles, mask.bits).dtype == torch.int32
+
+
 def listed_pairs(words: list[int], count: int) -> list[tuple[int, int]]:
     """The first (tile, kind) of a list."""
     return list(zip(words[: 2 * count : 2], words[1 : 2 * count : 2], strict=True))

@@ -118,7 +118,7 @@ def lists_of(tiles: Tensor, bits: Tensor) -> Tensor:
         tie = line if is_row else number - 1 - line
         ranked = (counts * number + tie).argsort(dim=-1, descending=True)
         entries[..., 0] = counts + (ranked << WORD)
-        if is_row:
+        if is_row and tiles.numel():
             _put_groups(groups.view(batch, heads, rows, -1), tiles, kinds, upto, after, values, ranked)
     offset = parts.bits
     for some in bits.split(at_once(bits.device)) if len(bits) else ():
@@ -133,8 +133,6 @@ def _put_groups(
     """Write the lists of groups (see lists_of). `upto` counts the listed tiles up to each, `after` are the places of
     those that are not listed.
     """
-    if tiles.shape[3] == 0:
-        return
     masked = tiles >= 0
     masked[..., -1] |= listed[..., -1]
     masked_upto = masked.cumsum(-1)
