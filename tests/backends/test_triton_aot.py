@@ -234,20 +234,23 @@ def test_every_case_fits_its_architecture(place: tuple[str, str, int]) -> None:
 def rows_of(table: Any) -> Iterator[Any]:
     """The rows of a table of tables."""
     for inner in table.values():
-        yield from rows_of(inner) if isinstance(inner, dict) else [inner]
+        yield from rows_of(inner) if isinstance(inner, dict) else inner if isinstance(inner, tuple) else [inner]
 
 
 def test_every_row_of_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the cases, so that the exhaustive run compiles it."""
     taken: set[int] = set()
-    choose = configs.choose
 
-    def noted(*arguments: Any) -> Any:
-        chosen = choose(*arguments)
-        taken.add(id(chosen))
-        return chosen
+    def noting(choose: Any) -> Any:
+        def noted(*arguments: Any) -> Any:
+            chosen = choose(*arguments)
+            taken.add(id(chosen))
+            return chosen
 
-    monkeypatch.setattr(configs, "choose", noted)
+        return noted
+
+    for name in ("choose", "latent_config"):
+        monkeypatch.setattr(configs, name, noting(getattr(configs, name)))
     for place in places():
         calls_of_case(*place)
     rows = [row for table in vars(configs).values() if isinstance(table, dict) for row in rows_of(table)]

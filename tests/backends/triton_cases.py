@@ -76,7 +76,20 @@ CASES: dict[str, Case] = {
     "latent e4m3": Case({**FEW_HEADS, "fp8": ("k", "v")}, H200, (512,), (512,)),
     "latent e4m3 128": Case({**LATENT, "fp8": ("k", "v")}, H200, (512,), (512,)),
     "latent of 256": Case({**LATENT, "head_dim": 288, "head_dim_v": 256}, H200, (512,), (512,)),
-    "latent of 128": Case({**LATENT, "head_dim": 192, "head_dim_v": 128}, H200, (512,)),
+    "latent of 128": Case({**LATENT, "head_dim": 192, "head_dim_v": 128}, H200, (512,), (512,)),
+    "latent of 64": Case({**LATENT, "head_dim": 96, "head_dim_v": 64}, H200, (512,), (512,)),
+    **{
+        f"latent of {dv}, {bits}": Case(
+            {**LATENT, **features, "head_dim": dv + 32, "head_dim_v": dv, "num_heads": heads}, H200, (512,)
+        )
+        for dv in (64, 128, 256)
+        for bits, features, heads in (
+            ("16 heads", {}, 16),
+            ("e4m3", {"fp8": ("k", "v")}, 128),
+            ("e4m3, 16 heads", {"fp8": ("k", "v")}, 16),
+            ("fp32", {"dtype": torch.float32}, 16),
+        )
+    },
     "keys of 576": Case({**LATENT, "latent": False}, H200, (512,), (512,)),
     "e4m3": Case({**E4M3, **CAUSAL}, H200, WIDTHS, (128,)),
     "mask and slopes": Case({**GRADIENTS, "mask_shape": (1, 1, 300, 300), "has_alibi": True}, H200, (64, 128)),

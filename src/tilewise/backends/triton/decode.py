@@ -81,7 +81,8 @@ def decode_kernel(
     if k_desc is None:
         k_source = (k, k_base, table, None, 0, 0, k_scaling)
     else:
-        k_source = (k, k_base, table, (k_desc, tail_desc), page_rows, kv_head * k.stride_head, k_scaling)
+        descs = (k_desc, tail_desc)
+        k_source = (k, k_base, table, descs, page_rows, kv_head * k.stride_head, k_scaling)  # type: ignore[assignment]
     v_source = (v, v_base, table, None, 0, 0, scaling(v_scale, batch_idx, kv_head, T))
     if T.FP8:
         q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T)
