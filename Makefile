@@ -79,7 +79,7 @@ bench-gpu:
 
 # The core of the suite on another stack. TORCH=2.15.0 makes an environment of its own below build/, with the Triton that
 # this torch asks for (a torch wheel with CUDA takes some 5 GB). TRITON=3.9.0 alone exchanges Triton in .venv, and compiles
-# the Hopper kernels with it.
+# the GPU kernels with it.
 TORCH :=
 TRITON :=
 STACK_TESTS := tests/backends/test_conformance.py tests/backends/test_triton_interpreter.py tests/backends/test_hopper_aot.py
