@@ -7,7 +7,7 @@ only, so results are repeatable.
 """
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
-# mypy: disable-error-code="assignment, no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # ruff: noqa: N803, N806, SIM102
 
 from __future__ import annotations
