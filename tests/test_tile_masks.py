@@ -271,7 +271,7 @@ def test_the_lists_of_rows_and_columns() -> None:
 
 @pytest.mark.parametrize("lengths", [(0, 300), (300, 0), (0, 0)])
 def test_the_lists_of_a_mask_without_tiles(lengths: tuple[int, int]) -> None:
-    mask = tw.tile_mask(lambda _b, _h, i, j: j <= i, *lengths)
+    mask = tw.tile_mask(lambda b, h, i, j: j <= i, *lengths)
     assert lists_of(mask.tiles, mask.bits).dtype == torch.int32
 
 
