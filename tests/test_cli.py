@@ -66,7 +66,7 @@ def test_the_bare_command_lists_every_command() -> None:
         (("--window", "-1,0"), "error: --window: expected 'left,right'"),
         (("--dropout", "1.5"), "error: dropout: expected a probability"),
         (("--backend", "magic"), "error: backend: expected 'auto' or one of"),
-        (("--head-dim", "1000"), "error: head_dim: expected at most 512"),
+        (("--head-dim", "1000"), "error: head_dim: expected at most 576"),
         (("--batch", "1000000000000"), "error: sizes: expected a tensor of less than 2^63 bytes"),
         (("--batch", "9" * 30), "error: sizes: expected a tensor of less than 2^63 bytes"),
         (("--plot", "plan.png"), "error: plot: expected a name that ends in .svg, got plan.png"),

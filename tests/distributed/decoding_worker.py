@@ -17,6 +17,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import fp8
 from tilewise.distributed import context_parallel_decode, local_seqlens, local_slots
+from tilewise.distributed.transport import PeerFailure
 from tilewise.kv import append_rotated, rotary_table
 
 HEADS, KV_HEADS, DIM, DIM_V, PAGE_SIZE = 6, 2, 16, 24, 4
@@ -68,6 +69,7 @@ class Whole:
 
 def checks(world: int) -> Iterator[tuple[str, Callable[[], None]]]:
     """The checks, by name, in the same order on every rank."""
+    yield "slots of tokens", slots_of_tokens
     yield "lengths and slots", lengths_and_slots
     for name, flags in FLAGS.items():
         yield f"one query, {name}", lambda flags=flags: Whole().check(**flags)  # type: ignore[misc]
@@ -84,6 +86,7 @@ def checks(world: int) -> Iterator[tuple[str, Callable[[], None]]]:
     if world > 1:
         yield "disagreement", disagreement
         yield "a rank with bad arguments", one_bad_rank
+        yield "a call that one rank refuses", refused_alone
     if world == 3:
         yield "a sub-group", sub_group
 
@@ -190,6 +193,9 @@ def bad_arguments() -> None:
     )
     raises(tw.InvalidProblem, "window", lambda: decode(*good, window=(-1, 0)))
     raises(tw.InvalidProblem, "softcap", lambda: decode(*good, softcap=-1.0))
+    far = whole.seqlens * 0 + 10000
+    raises(tw.InvalidProblem, "seqlens_k", lambda: decode(*good[:4], far, window=(3, 0)))
+    raises(tw.InvalidProblem, "k_pages", lambda: decode(whole.q, [whole.local_pages[0]], *good[2:]))
     raises(tw.InvalidProblem, "k_pages", lambda: decode(whole.q, whole.local_pages[0][0], *good[2:]))
     raises(tw.InvalidProblem, "alibi_slopes", lambda: decode(*good, alibi_slopes=torch.ones(HEADS)))
     raises(tw.Unsupported, "no_grad", lambda: decode(whole.q.clone().requires_grad_(), *good[1:]))
@@ -212,6 +218,27 @@ def one_bad_rank() -> None:
     words = "one row for each" if dist.get_rank() == 1 else "on rank 1"
     given = (q, *whole.local_pages, whole.local_table, whole.seqlens, group)
     raises(tw.InvalidProblem, words, lambda: decode(*given))
+
+
+def refused_alone() -> None:
+    """One rank refuses a call, the others do not: their results are of different calls from then on."""
+    group, whole = dist.new_group(), Whole()
+    given = (*whole.local_pages, whole.local_table, whole.seqlens, group)
+    decode(whole.q, *given)
+    if dist.get_rank() == 1:
+        raises(tw.InvalidProblem, "one row for each", lambda: decode(whole.q[:2], *given))
+    raises(PeerFailure, "different calls", lambda: decode(whole.q, *given))
+
+
+def slots_of_tokens() -> None:
+    """Padding has no slot, and a position past the table is refused where the page would be this rank's."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    table = torch.arange(6).view(2, 3)
+    assert local_slots(table, torch.tensor([-1, -PAGE_SIZE]), PAGE_SIZE).tolist() == [-1, -1]
+    past = torch.tensor([(3 * world + rank) * PAGE_SIZE, 0])
+    raises(tw.InvalidProblem, "positions", lambda: local_slots(table, past, PAGE_SIZE))
+    raises(tw.InvalidProblem, "sequences", lambda: local_slots(table, past[1:], PAGE_SIZE, sequences=torch.tensor([2])))
+    raises(tw.InvalidProblem, "page_size", lambda: local_slots(table, past, 0))
 
 
 def sub_group() -> None:

@@ -337,6 +337,33 @@ def test_memory_of_out() -> None:
         append_rotated(**given, out=given["k_pages"].flatten()[: 6 * HEADS * DIM].view(6, HEADS, DIM))
 
 
+def test_memory_of_pages() -> None:
+    """Two pools, or other columns of one; no operand lies in them, and in place neither k nor v lies in q."""
+    given = inputs(total=6)
+    width = given["v"].shape[-1]
+    pool = torch.zeros(PAGES, PAGE_SIZE, KV_HEADS, DIM + width)
+    parts = {"k_pages": pool[..., :DIM], "v_pages": pool[..., DIM:]}
+    append_rotated(**(given | parts))
+    own = {name: torch.zeros(part.shape) for name, part in parts.items()}
+    append_rotated(**(given | own))
+    assert all(torch.equal(parts[name], own[name]) for name in parts)
+    for first in (0, DIM - 1):
+        with pytest.raises(tw.InvalidProblem, match="k_pages: expected memory that does not overlap v_pages"):
+            append_rotated(**(given | parts | {"v_pages": pool[..., first : first + width]}))
+    with pytest.raises(tw.InvalidProblem, match="elements with memory of their own"):
+        append_rotated(**(given | own | {"v_pages": own["v_pages"][:1].expand(PAGES, -1, -1, -1)}))
+    with pytest.raises(tw.InvalidProblem, match="v_pages: expected memory that does not overlap v"):
+        append_rotated(**(given | own | {"v": own["v_pages"].flatten(0, 1)[2:8]}))
+    fused = torch.randn(6, HEADS + KV_HEADS, DIM)
+    q, k = fused.split((HEADS, KV_HEADS), 1)
+    want = append_rotated(**(given | own | {"q": q.clone(), "k": k.clone()}))
+    torch.testing.assert_close(append_rotated(**(given | own | {"q": q, "k": k}), out=q), want)
+    values = fused.view(6, -1)[:, : KV_HEADS * width].view(6, KV_HEADS, width)
+    for name, wrong in (("k", fused[:, 1 : 1 + KV_HEADS]), ("v", values)):
+        with pytest.raises(tw.InvalidProblem, match=f"out: expected memory that does not overlap {name}"):
+            append_rotated(**(given | own | {"q": q, "k": k} | {name: wrong}), out=q)
+
+
 def test_gradients_are_refused() -> None:
     given = inputs()
     given["q"].requires_grad_()

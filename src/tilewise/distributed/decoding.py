@@ -10,7 +10,9 @@ through lse. A rank has at most one page more of a sequence than another, so all
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch import Tensor
 from tilewise import settings, validation
 from tilewise.api import attention_paged
 from tilewise.distributed.agreement import agree, refuse
-from tilewise.distributed.transport import Group, MeshOrGroup, all_gather, group_of
+from tilewise.distributed.transport import Group, MeshOrGroup, PeerFailure, all_gather, group_of
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.numerics import merge_all
@@ -34,6 +36,8 @@ Pages = Tensor | Fp8Tensor
 def local_seqlens(seqlens_k: Tensor, page_size: int, mesh_or_group: MeshOrGroup = None) -> Tensor:
     """How many of the first `seqlens_k` keys of each sequence are on this rank; of any shape, on any device."""
     group = group_of(mesh_or_group)
+    validation.require_tensors(seqlens_k=seqlens_k)
+    _check_page_size(page_size)
     return _count(seqlens_k, page_size, dist.get_rank(group), dist.get_world_size(group))
 
 
@@ -45,19 +49,42 @@ def local_slots(
     *,
     sequences: Tensor | None = None,
 ) -> Tensor:
-    """The slots of tokens at `positions` (total,) in this rank's pages, int64; -1 for tokens that are on other ranks.
+    """The slots of tokens at `positions` (total,) in this rank's pages, int64; -1 for tokens that are on other ranks,
+    and for padding, whose position is negative.
 
     `block_table` (batch, columns) names this rank's pages. Token i belongs to sequence `sequences[i]`, or i. The
-    result is what `tilewise.kv.append_rotated` takes.
+    result is what `tilewise.kv.append_rotated` takes. A position past the table is an error on a CPU and under
+    TILEWISE_CHECK_VALUES=1, and has slot -1 otherwise.
     """
     group = group_of(mesh_or_group)
-    page, place = positions.long() // page_size, positions.long() % page_size
-    owner, column = page % dist.get_world_size(group), page // dist.get_world_size(group)
+    validation.require_tensors(block_table=block_table, positions=positions)
+    _check_page_size(page_size)
+    if block_table.dim() != 2 or positions.dim() != 1:
+        got = f"{tuple(block_table.shape)} and {tuple(positions.shape)}"
+        raise InvalidProblem("block_table, positions", "(batch, columns) and (total,)", got, "One position per token.")
     if sequences is None:
         sequences = torch.arange(len(positions), device=positions.device)
-    # Columns of other ranks' pages may be past the table.
-    inside = block_table[sequences.long(), column.clamp(max=max(0, block_table.shape[1] - 1))].long()
-    return torch.where(owner == dist.get_rank(group), inside * page_size + place, -1)
+    batch, columns = block_table.shape
+    page, place = positions.long() // page_size, positions.long() % page_size
+    owner, column = page % dist.get_world_size(group), page // dist.get_world_size(group)
+    mine = (owner == dist.get_rank(group)) & (positions >= 0)
+    if positions.device.type == "cpu" or settings.current().check_values:
+        if bool((mine & (column >= columns)).any()):
+            expected = f"positions within the {columns} pages that the table has of a sequence here"
+            raise InvalidProblem("positions", expected, int(positions.max()), "Add pages to the table.")
+        if len(positions) and bool(((sequences < 0) | (sequences >= batch)).any()):
+            raise InvalidProblem(
+                "sequences", f"numbers from 0 to {batch - 1}", sequences.tolist(), "Rows of the table."
+            )
+    if not columns or not batch:
+        return torch.full_like(positions, -1, dtype=torch.int64)
+    inside = block_table[sequences.long(), column.clamp(0, columns - 1)].long()
+    return torch.where(mine & (column < columns), inside * page_size + place, -1)
+
+
+def _check_page_size(page_size: int) -> None:
+    if page_size < 1:
+        raise InvalidProblem("page_size", "a whole number from 1 on", page_size, "Rows of a page.")
 
 
 @overload
@@ -102,6 +129,8 @@ def context_parallel_decode(
     if unknown:
         raise validation.unexpected(context_parallel_decode, unknown)
     group = group_of(mesh_or_group)
+    # Refused calls count: where one rank alone refuses one, the others see its next result with another number.
+    _numbers()[group] = number = _numbers().get(group, 0) + 1
     try:
         tensors = (q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, sinks)
         options = Options(causal, window, softcap, scale, 0.0, "bhsd", None, backend, return_lse)
@@ -123,8 +152,14 @@ def context_parallel_decode(
     if rows.padding is not None:
         # Rows of no sequence see no sink either.
         lse = lse.masked_fill(rows.padding, float("-inf"))
-    out, lse = _merged(out, lse, group)
+    out, lse = _merged(out, lse, number, group)
     return (out, lse) if return_lse else out
+
+
+@functools.cache
+def _numbers() -> WeakKeyDictionary[Group, int]:
+    """How many calls this rank has made with each group."""
+    return WeakKeyDictionary()
 
 
 class _Rows(NamedTuple):
@@ -152,6 +187,8 @@ def _checked(tensors: tuple[Any, ...], options: Options, group: Group) -> _Rows:
         raise InvalidProblem("q", f"one row for each of {len(seqlens)} sequences", len(q), fix)
     _check_lengths(seqlens, cu_seqlens_q, len(q))
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if not isinstance(pages, (Tensor, Fp8Tensor)):
+            raise InvalidProblem(name, "a tensor of pages", type(pages).__name__, "See attention_paged.")
         if len(pages.shape) != 4:
             expected = "(num_pages, page_size, num_kv_heads, dim)"
             raise InvalidProblem(name, expected, tuple(pages.shape), "See attention_paged.")
@@ -171,6 +208,10 @@ def _checked(tensors: tuple[Any, ...], options: Options, group: Group) -> _Rows:
     ends = ends if right is None else torch.minimum(ends, last + right + 1).clamp(min=0)
     ends = ends if padding is None else ends.masked_fill(padding, 0)
     table, held = table[index] if cu_seqlens_q is not None else table, _count(ends, page_size, rank, world)
+    on_host = seqlens.device.type == "cpu" or settings.current().check_values
+    if on_host and len(held) and int(held.max()) > table.shape[1] * page_size:
+        expected = f"at most {table.shape[1]} pages of {page_size} keys on this rank, as block_table has"
+        raise InvalidProblem("seqlens_k", expected, f"{int(held.max())} keys", "Add pages to the table.")
     if left is None:
         return _Rows(table, held.int(), None, padding)
     # Of a window only the pages that it reaches are read, and of the first of these the keys in it.
@@ -214,15 +255,23 @@ def _about(k_pages: Pages, v_pages: Pages) -> str:
     return f"pages of {k_pages.shape[1]}, {tuple(k_pages.shape[2:])} and {tuple(v_pages.shape[2:])}, {dtype}"
 
 
-def _merged(out: Tensor, lse: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """The results of all ranks, exchanged as bytes in one message and merged; equal on every rank."""
+def _merged(out: Tensor, lse: Tensor, number: int, group: Group) -> tuple[Tensor, Tensor]:
+    """The results of all ranks, exchanged as bytes in one message and merged; equal on every rank. Results of different
+    calls are refused, or NaN on a GPU, where nothing is read back.
+    """
     world = dist.get_world_size(group)
     if world == 1:
         return out, lse
-    rows = lse.mT.contiguous()[..., None]
+    stamp = float(number % (1 << 24))
+    rows = torch.stack((lse.mT, torch.full_like(lse.mT, stamp)), -1)
     sent = torch.cat((out.contiguous().view(torch.uint8), rows.view(torch.uint8)), -1)
     parts = all_gather(sent, group).unflatten(0, (world, len(out)))
     width = out.shape[-1] * out.element_size()
     outs, lses = parts[..., :width].contiguous().view(out.dtype), parts[..., width:].contiguous().view(lse.dtype)
+    apart = (lses[..., 1] != stamp).any()
+    if out.device.type == "cpu" and bool(apart):
+        raise PeerFailure("ranks are in different calls of context_parallel_decode: one of them refused a call alone")
     out, merged = merge_all(outs.unbind(), lses[..., 0].unbind())
+    if out.device.type != "cpu":
+        out, merged = (x.masked_fill(apart, float("nan")) for x in (out, merged))
     return out, merged.mT

@@ -25,7 +25,7 @@ from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.rounding import encode
 from tilewise.kv.quantised import append_quantised
-from tilewise.kv.rotated_arguments import Step, check_arguments, check_memory, is_dense
+from tilewise.kv.rotated_arguments import Step, check_arguments, check_memory, check_pages, is_dense
 from tilewise.kv.writing import write_rows
 
 __all__ = ["append_rotated", "rotary_table"]
@@ -100,6 +100,8 @@ def append_rotated(
         made = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         step = Step(q, k, v, made, *rest)
         plain = not torch.compiler.is_compiling()
+        if plain:
+            check_pages(step)
         if plain and out is not None:
             check_memory(step, in_place=in_place)
         backend = _backend(q.device.type) if plain and _takes(step) else None

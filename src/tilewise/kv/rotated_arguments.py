@@ -15,9 +15,9 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
 from tilewise.problem import MAX_HEAD_DIM
 from tilewise.subclasses import check_class
-from tilewise.validation.results import Disjoint, check_strides
+from tilewise.validation.results import Disjoint, check_strides, extent
 
-__all__ = ["Step", "check_arguments", "check_memory", "is_dense"]
+__all__ = ["Step", "check_arguments", "check_memory", "check_pages", "is_dense"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -179,9 +179,48 @@ def _check_within(name: str, numbers: Tensor, least: int | None, end: int, what:
 def check_memory(step: Step, *, in_place: bool) -> None:
     """The given `out` has memory of its own, or that of q."""
     check_strides(step.out)
-    # In place, q and k may be parts of one projection: rows of k then lie between those of q.
     if not in_place:
         Disjoint(Step._fields[:APART], step[:APART]).check(step[:APART])
+        return
+    for name, rows in (("k", step.k), ("v", step.v)):
+        _check_apart("out", step.out, name, rows, "Copy the operand, or leave out= away.")
+
+
+def check_pages(step: Step) -> None:
+    """Both kinds of pages have memory of their own, in which no operand lies."""
+    rows = {x.untyped_storage().data_ptr() for x in (step.q, step.k, step.v)}
+    pools = [x.untyped_storage().data_ptr() for x in (step.k_pages, step.v_pages)]
+    fix = "Allocate both pools; of a latent pass k_pages[..., dim_v:] and k_pages[..., :dim_v]."
+    for name, pages in (("k_pages", step.k_pages), ("v_pages", step.v_pages)):
+        if any(size > 1 and stride == 0 for size, stride in zip(pages.shape, pages.stride(), strict=True)):
+            got = f"strides {tuple(pages.stride())}"
+            raise InvalidProblem(name, "elements with memory of their own", got, "Allocate it, as torch.empty does.")
+        if pages.untyped_storage().data_ptr() in rows:
+            for operand, given in (("q", step.q), ("k", step.k), ("v", step.v)):
+                _check_apart(name, pages, operand, given, "Copy the operand: its rows may be overwritten first.")
+    if pools[0] == pools[1]:
+        _check_apart("k_pages", step.k_pages, "v_pages", step.v_pages, fix)
+
+
+def _check_apart(name: str, one: Tensor, other_name: str, other: Tensor, fix: str) -> None:
+    """No element in common. Other columns of the same rows are taken: both then have the stride of the first dimension,
+    and within a row no address in common.
+    """
+    first, second = sorted((one, other), key=Tensor.data_ptr)
+    begin, ends = second.data_ptr() - first.data_ptr(), [extent(x) for x in (first, second)]
+    if not ends[0] or not ends[1] or begin >= ends[0]:
+        return
+    # The smallest step that both share: rows of two dimensions and more.
+    steps = [x.stride(d) * x.element_size() for x in (first, second) for d in range(x.dim() - 1) if x.shape[d] > 1]
+    if first.dim() == 4:  # pages: columns of a head
+        row, widths = min(steps, default=ends[0] + ends[1]), [extent(x[0, 0, 0]) for x in (first, second)]
+        same = first.stride()[:3] == second.stride()[:3] and first.shape[:3] == second.shape[:3]
+    else:
+        row, widths = first.stride(0) * first.element_size(), [extent(x[0]) for x in (first, second)]
+        same = first.stride(0) == second.stride(0)
+    if not same or first.dim() != second.dim() or begin < widths[0] or begin + widths[1] > row:
+        got = "addresses that both have"
+        raise InvalidProblem(name, f"memory that does not overlap {other_name}", got, fix)
 
 
 def is_dense(tensor: Tensor) -> bool:

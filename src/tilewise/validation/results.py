@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Operands
 
-__all__ = ["Disjoint", "check_out", "check_result"]
+__all__ = ["Disjoint", "check_out", "check_result", "extent"]
 
 
 def check_out(out: Tensor, *, needs_grad: bool) -> None:
@@ -40,7 +40,7 @@ def check_strides(out: Tensor) -> None:
         reach += stride * (size - 1)
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Bytes from the first element of a tensor to the end of its last one."""
     if tensor.numel() == 0:
         return 0
@@ -58,7 +58,7 @@ class Disjoint:
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
         present = [(name, tensor) for name, tensor in zip(names, tensors, strict=False) if tensor is not None]
         self._names = [name for name, _ in present]
-        self._extents = [_extent(tensor) for _, tensor in present]
+        self._extents = [extent(tensor) for _, tensor in present]
         self._at = self._names.index("out")
 
     def check(self, tensors: Sequence[Tensor | None], places: Sequence[int] | None = None) -> None:
