@@ -99,6 +99,7 @@ def test_the_whole_tour_by_keyboard(open_page: Any, exported: Path, mode: str) -
         assert agreed.startswith(("Same", "The order of work changes nothing"))
         assert numbers(agreed.rstrip("."))[-1] < 1e-12
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+        page.locator(".scene svg").wait_for()
         assert page.locator(".scene svg").bounding_box() is not None
         if mode == "print":
             page.emulate_media(media="print")
