@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from serving_cost import graph_seconds
 from suite.measuring import commit
 from tilewise.bench.machine import machine, versions
 from tilewise.kv import append_rotated, rotary_table
@@ -152,19 +153,7 @@ def eager_us(run: Run, device: str) -> float:
 def graph_us(run: Run) -> float:
     """Of one call in a CUDA graph."""
     run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
-            run()
-    taken = []
-    for _ in range(SAMPLES):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        taken.append(float(start.elapsed_time(stop)) * 1e3 / GRAPH_CALLS)
-    return statistics.median(taken)
+    return graph_seconds(run) * 1e6
 
 
 def main() -> None:

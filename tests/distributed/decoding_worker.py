@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from behaviour import raises
+from outcomes import outcomes_of
 from torch import Tensor
 
 import tilewise as tw
@@ -253,17 +252,7 @@ def sub_group() -> None:
 
 def main(report: Path, place: str, rank: int, world: int) -> None:
     """Run the checks, of which rank 0 writes the report."""
-    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60), init_method=place, rank=rank, world_size=world)
-    outcomes: dict[str, str] = {}
-    for name, check in checks(world):
-        failure = ""
-        try:
-            check()
-        except Exception:  # every failure is a line in the report, and peers must go on too
-            failure = f"rank {rank}: {traceback.format_exc()}"
-        everywhere: list[str] = [""] * world
-        dist.all_gather_object(everywhere, failure)
-        outcomes[name] = "\n".join(filter(None, everywhere)) or "ok"
+    outcomes = outcomes_of(checks(world), place, rank, world)
     if rank == 0:
         report.write_text(json.dumps(outcomes))
     dist.barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import itertools
 import json
 import traceback
@@ -13,6 +12,7 @@ from typing import Any
 import behaviour
 import torch.distributed as dist
 from implementation import ContextParallel
+from outcomes import outcomes_of
 
 from tilewise.testing import Case, find_faults, make_inputs, uninitialised_is_nan
 from tilewise.testing.generation import single_cases
@@ -78,17 +78,7 @@ def conformance(name: str, case: Case, way: tuple[str, str]) -> Iterator[tuple[s
 
 def main(report: Path, place: str, rank: int, world: int) -> None:
     """Run the checks; a failure on any rank is reported with its rank."""
-    dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60), init_method=place, rank=rank, world_size=world)
-    outcomes: dict[str, str] = {}
-    for name, check in checks():
-        failure = ""
-        try:
-            check()
-        except Exception:  # every failure is a line in the report, and peers must go on too
-            failure = f"rank {rank}: {traceback.format_exc()}"
-        everywhere: list[str] = [""] * world
-        dist.all_gather_object(everywhere, failure)
-        outcomes[name] = "\n".join(filter(None, everywhere)) or "ok"
+    outcomes = outcomes_of(checks(), place, rank, world)
     if world == 2:
         outcomes["a peer dies"] = "ok"
         try:

@@ -364,6 +364,26 @@ def test_memory_of_pages() -> None:
             append_rotated(**(given | own | {"q": q, "k": k} | {name: wrong}), out=q)
 
 
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_negated_views(e4m3: bool) -> None:
+    """What `x.conj().imag` is: the memory holds the negative of the values."""
+    given = inputs(total=6)
+    pages = [torch.zeros(PAGES, PAGE_SIZE, KV_HEADS, dim) for dim in (DIM, DIM_V)]
+    more: dict[str, Any] = {}
+    if e4m3:
+        pages = [x.to(torch.float8_e4m3fn) for x in pages]
+        more = {name: torch.ones(PAGES, KV_HEADS) for name in ("k_scale", "v_scale")}
+    results = []
+    for view in (torch.neg, torch._neg_view):
+        k_pages, v_pages = (x.clone() for x in pages)
+        rows = {name: view(given[name]) for name in ("q", "k", "v")}
+        scales = {name: scale.clone() for name, scale in more.items()}
+        out = append_rotated(**(given | rows | {"k_pages": k_pages, "v_pages": v_pages} | scales))
+        results.append((out, k_pages.float(), v_pages.float()))
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_gradients_are_refused() -> None:
     given = inputs()
     given["q"].requires_grad_()

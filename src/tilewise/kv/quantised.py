@@ -42,7 +42,7 @@ def append_quantised(new: Pair, pages: Pair, scales: Pair, slots: Tensor) -> Non
 
     The rows of one page are consecutive, in the order of their slots.
     """
-    plain = not torch.compiler.is_compiling() and all(type(t) is Tensor for t in new)
+    plain = not torch.compiler.is_compiling() and all(type(t) is Tensor and not t.is_neg() for t in new)
     backend = dispatch.serving(slots.device.type) if plain else None
     if backend is not None:
         k, v = map(contiguous_last, new)

@@ -188,7 +188,10 @@ def _takes(step: Step) -> bool:
     if step.q.dtype == torch.float64 or step.k_pages.dtype == torch.float64:
         return False
     for tensor in step:
-        if tensor is not None and tensor.__class__ is not Tensor and tensor.__class__ is not Parameter:
+        if tensor is None:
+            continue
+        # Kernels read memory, which a negated view does not hold.
+        if (tensor.__class__ is not Tensor and tensor.__class__ is not Parameter) or tensor.is_neg():
             return False
     return is_dense(step.out) and is_dense(step.k_pages) and is_dense(step.v_pages)
 

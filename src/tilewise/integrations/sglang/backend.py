@@ -120,21 +120,6 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     # A layer
 
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor:
-        """One query of each request."""
-        refuse_others(others)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-
     def forward_extend(
         self,
         q: Tensor,
@@ -146,20 +131,8 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         sinks: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """Prompts, chunks of prompts, and such together with single queries."""
+        """Prompts, chunks of prompts, single queries, and such together."""
         refuse_others(others)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-        sinks: Tensor | None,
-    ) -> Tensor:
         batch = self.forward_metadata
         if batch is None:
             fix = "SGLang calls init_forward_metadata before the layers of a step."
@@ -178,6 +151,8 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         # Rows of padding.
         out[batch.num_tokens :] = 0
         return out.view(len(q), -1)
+
+    forward_decode = forward_extend
 
 
 class _Attention:
