@@ -10,7 +10,6 @@ import dataclasses
 import re
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -28,6 +27,7 @@ launch = pytest.importorskip("tilewise.backends.triton.launch")
 launch_higher = pytest.importorskip("tilewise.backends.triton.launch_higher")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 operand_views = pytest.importorskip("tilewise.backends.gpu.offline").operand_views
+releases = pytest.importorskip("tilewise.backends.gpu.releases")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 pytestmark = [
     pytest.mark.slow,
@@ -81,18 +81,12 @@ def misread_products(ttgir: str) -> list[str]:
     return [f"{rows} x {inner} by {neighbours}" for rows, inner, neighbours in found if inner < 4 * neighbours]
 
 
-def tool(name: str) -> str:
-    """An assembler or disassembler of Triton's wheel."""
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
-
-
 def assemble(ptx: str) -> str:
     """The log of ptxas, which Triton keeps to itself."""
     found = re.search(r"\.target (sm_\w+)", ptx)
     assert found is not None
-    # The wheel has a second assembler for what the first is too old for.
-    assembler = "ptxas-blackwell" if found[1].startswith(("sm_10", "sm_12")) else "ptxas"
-    command = [tool(assembler), "-v", f"--gpu-name={found[1]}", "-", "-o", "/dev/null"]
+    capability = int(found[1].removeprefix("sm_").rstrip("a"))
+    command = [releases.ptxas(capability), "-v", f"--gpu-name={found[1]}", "-", "-o", "/dev/null"]
     done = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True)
     return done.stderr + done.stdout
 

@@ -28,7 +28,7 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode import finish, first_pages, guess_pages, look_up, place_rows
 from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, program_of, spans_of
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, exp2
+from tilewise.backends.hopper.primitives import NEG_INF, anew, exp2
 from tilewise.backends.hopper.scores import capped
 
 # Query rows of a CTA, columns of V in each warpgroup, and columns of a TMA box, which also hold those behind V.
@@ -139,21 +139,22 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
     ok = token < seqlen_q
     for part in gl.static_range(C.DV // Q_COLUMNS):
         values = load_query_columns(q, offsets, ok, part * Q_COLUMNS, Q_COLUMNS, LAYOUT, C)
-        pipe.q_smem.slice(part * Q_COLUMNS, Q_COLUMNS, dim=1).store(values)
-    pipe.q_rest.store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
+        pipe.q_smem.index(0).slice(part * Q_COLUMNS, Q_COLUMNS, dim=1).store(values)
+    pipe.q_rest.index(0).store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
     fence_async_shared()  # orders the stores above before wgmma's reads
 
 
 @gluon.jit
 def issue_scores(slot, pipe, C: gl.constexpr):
-    """Issue S = Q K^T, as two products: the columns of V, and those behind them."""
+    """Issue S = Q K^T, as two products: the columns of V, and those behind them. Q has 36 descriptors, see `anew`."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
     k = pipe.k_smem.index(slot).reshape([BLOCK_N, DV]).permute([1, 0])
     rest = pipe.k_rest.index(slot).reshape([BLOCK_N, PANEL]).permute([1, 0])
-    scores = warpgroup_mma(pipe.q_smem, k, zeros, use_acc=False, is_async=True)
-    return warpgroup_mma(pipe.q_rest, rest, scores, is_async=True)
+    here = anew(0, slot, True)
+    scores = warpgroup_mma(pipe.q_smem.index(here), k, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(pipe.q_rest.index(here), rest, scores, is_async=True)
 
 
 @gluon.jit
@@ -429,8 +430,8 @@ def make_pipeline(k_desc, C: gl.constexpr):
     DTYPE: gl.constexpr = k_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DV], DTYPE)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], DTYPE)
-    q_smem = gl.allocate_shared_memory(DTYPE, [ROWS, DV], Q_LAYOUT)
-    q_rest = gl.allocate_shared_memory(DTYPE, [ROWS, PANEL], P_LAYOUT)
+    q_smem = gl.allocate_shared_memory(DTYPE, [1, ROWS, DV], Q_LAYOUT)
+    q_rest = gl.allocate_shared_memory(DTYPE, [1, ROWS, PANEL], P_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.DV, PACKED), k_desc.layout)
     k_rest = gl.allocate_shared_memory(DTYPE, slots_shape(C.NUM_STAGES, C.BLOCK_N, PANEL, PACKED), k_desc.layout)
     p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
