@@ -9,6 +9,7 @@ kernel serves every length, and what runs is what the offline tests compiled.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,9 @@ TYPE_NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-CONSTANT = "constexpr"
+CONSTANT, TILE = "constexpr", "tensordesc<"
+# A compiled kernel takes about 100 KiB of host memory; a program uses a few dozen.
+MAX_COMPILED = 1024
 
 # The position of an argument or of a tuple's element: (parameter,) or (parameter, element).
 Path = tuple[int, ...]
@@ -46,19 +49,31 @@ class Types(NamedTuple):
 
 def types_of(call: KernelCall) -> Types:
     """The types of a call's arguments, the constants among them, and known divisors of numbers and addresses."""
+    return typed(call)[0]
+
+
+def typed(call: KernelCall) -> tuple[Types, list[Any]]:
+    """The types of a call, and its run-time arguments in order: numbers, addresses and tiles."""
     constants: list[tuple[Path, Any]] = []
     divisors: list[tuple[Path, int]] = []
+    passed: list[Any] = []
 
     def kind_of(argument: Any, path: Path) -> Any:
-        if argument is None or isinstance(argument, Fixed):
+        kind = argument.__class__
+        if kind is int or kind is float:
+            passed.append(argument)
+            return type_name(argument)
+        if argument is None or kind is Fixed:
             constants.append((path, None if argument is None else argument.value))
             return CONSTANT
         if isinstance(argument, tuple):
             kinds = [kind_of(element, (*path, i)) for i, element in enumerate(argument)]
-            return type(argument)(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
-        divisor = divisor_of(argument)
-        if divisor is not None:
-            divisors.append((path, divisor))
+            return kind(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
+        if kind is Multiple:
+            divisors.append((path, argument.of))
+        elif kind is Address and argument.aligned:
+            divisors.append((path, ALIGNMENT))
+        passed.append(argument)
         return type_name(argument)
 
     signature: list[Any] = []
@@ -68,28 +83,38 @@ def types_of(call: KernelCall) -> Types:
             signature.append(CONSTANT)
         else:
             signature.append(kind_of(argument, (i,)))
-    return Types(tuple(signature), tuple(constants), tuple(divisors))
-
-
-def divisor_of(argument: Any) -> int | None:
-    """The known divisor of an address or number, if any."""
-    if isinstance(argument, Multiple):
-        return argument.of
-    return ALIGNMENT if isinstance(argument, Address) and argument.aligned else None
+    return Types(tuple(signature), tuple(constants), tuple(divisors)), passed
 
 
 def type_name(argument: Any) -> str:
     """The type of one argument as the compiler spells it."""
-    if isinstance(argument, Address):
-        return "*" + TYPE_NAMES[argument.dtype]
-    if isinstance(argument, Tile):
-        box = ",".join(map(str, argument.block))
-        layout = "" if argument.layout is None else f",{argument.layout!r}"
-        return f"tensordesc<{TYPE_NAMES[argument.address.dtype]}[{box}]{layout}>"
-    if isinstance(argument, float):
+    kind = argument.__class__
+    if kind is float:
         return "fp32"
-    value, wide = (argument.value, argument.wide) if isinstance(argument, Multiple) else (argument, False)
+    if kind is Address:
+        return "*" + TYPE_NAMES[argument.dtype]
+    if kind is Tile:
+        return _tile_name(TYPE_NAMES[argument.address.dtype], argument.block, argument.layout)
+    value, wide = (argument.value, argument.wide) if kind is Multiple else (argument, False)
     return "i32" if -(2**31) <= value < 2**31 and not wide else "i64"
+
+
+@functools.lru_cache(maxsize=MAX_COMPILED)
+def _tile_name(element: str, block: tuple[int, ...], layout: Any) -> str:
+    box = ",".join(map(str, block))
+    return f"{TILE}{element}[{box}]{'' if layout is None else f',{layout!r}'}>"
+
+
+def kinds_of(signature: Iterable[Any]) -> Iterator[str]:
+    """The types of a kernel's parameters. Triton passes the sizes and strides of a tile as well."""
+    for kind in signature:
+        if isinstance(kind, tuple):
+            yield from kinds_of(kind)
+        elif kind != CONSTANT:
+            yield kind
+            if kind.startswith(TILE):
+                rank = kind[: kind.index("]")].count(",") + 1
+                yield from ["i32"] * rank + ["i64"] * rank
 
 
 def target_of(device: DeviceSpec) -> GPUTarget:
@@ -99,15 +124,14 @@ def target_of(device: DeviceSpec) -> GPUTarget:
     return GPUTarget("cuda", 10 * major + minor, 32)
 
 
-def compile_call(call: KernelCall, device: DeviceSpec, index: int) -> Any:
+def compile_call(call: KernelCall, device: DeviceSpec, index: int, types: Types | None = None) -> Any:
     """The compiled kernel of a call, cached: for device `index` of this machine (a binary is loaded once for each), or
-    for a device that is not present (index -1).
+    for a device that is not present (index -1). `types` are its types_of, if known.
     """
-    return _compiled(call.kernel, types_of(call), tuple(call.options.items()), target_of(device), index)
+    return _compiled(call.kernel, types or types_of(call), tuple(call.options.items()), target_of(device), index)
 
 
-# A compiled kernel takes about 100 KiB of host memory; a program uses a few dozen.
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=MAX_COMPILED)
 def _compiled(kernel: Any, types: Types, options: tuple[tuple[str, Any], ...], target: GPUTarget, index: int) -> Any:
     del index  # only part of the cache key: a compiled kernel is tied to the device on which it is loaded
     return triton.compile(

@@ -17,14 +17,14 @@ import functools
 import re
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton import knobs
 
-from tilewise.backends.gpu.compilation import CONSTANT, forget_compiled, types_of
+from tilewise.backends.gpu.compilation import MAX_COMPILED, TILE, forget_compiled, kinds_of
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
 
 LIBRARY = "libcuda.so.1"
@@ -142,47 +142,47 @@ class Launch:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_config", "_first", "_layout", "_maps", "_values", "call", "compiled",
+        "__weakref__", "_addresses", "_config", "_layout", "_maps", "_values", "call", "compiled",
         "is_direct",
     )  # fmt: skip
 
-    def __init__(self, call: KernelCall, compiled: Any) -> None:
+    def __init__(
+        self, call: KernelCall, signature: tuple[Any, ...] = (), passed: Sequence[Any] = (), compiled: Any = None
+    ) -> None:
+        """`signature` are the types of the arguments and `passed` those at run time, see compilation.py."""
         self.call, self.compiled = call, compiled
         _alive().add(self)
-        self.is_direct = compiled is not None and _is_direct(call, compiled)
-        if not self.is_direct:
+        layout = None if compiled is None else _layout(compiled, signature)
+        self.is_direct = layout is not None
+        if layout is None:
             return
         _ = compiled.run  # loads the binary on the current device
+        self._layout = layout
         self._config = (*call.grid, WARP * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
         self._values: list[int | float] = []
         self._addresses: list[tuple[int, Address]] = []
         self._maps: list[tuple[int, Address, TensorMap]] = []
-        metas, formats = iter(_descriptions(compiled)), []
-        for at, (kind, value) in enumerate(_parameters(call)):
-            number = value.value if isinstance(value, Multiple) else value
-            if isinstance(value, Tile):
-                self._maps.append((at, value.address, TensorMap.of(value, next(metas))))
-                number = 0
-            elif isinstance(value, Address):
-                self._addresses.append((at, value))
-                number = 0
-            self._values.append(number)
-            formats.append(FORMATS.get(kind, POINTER))
-        count = len(formats) + NUM_SCRATCH
-        self._first = count * WORD
-        self._layout = struct.Struct(f"<{count}{POINTER}{''.join(formats)}{POINTER}{CONFIG}{ATTRIBUTE}")
+        metas, values = iter(_descriptions(compiled)), self._values
+        for value in passed:
+            kind = value.__class__
+            if kind is Tile:
+                self._maps.append((len(values), value.address, TensorMap.of(value, next(metas))))
+                values += (0, *value.shape, *value.strides)
+            elif kind is Address:
+                self._addresses.append((len(values), value))
+                values.append(0)
+            else:
+                values.append(value.value if kind is Multiple else value)
 
     def filled(self, stream: int, addresses: Mapping[str, int]) -> Filled:
         """The launch on a stream, with tensors at these addresses."""
         values = self._values.copy()
         for at, address in self._addresses:
             values[at] = addresses[address.name] + address.offset
-        # Layout: pointers to all parameters, the parameters, a null pointer for scratch memory, the configuration, an
-        # attribute.
         memory = bytearray(self._layout.size)
         held = ctypes.c_char.from_buffer(memory)
         begin = ctypes.addressof(held)
-        first = begin + self._first
+        first = begin + WORD * (len(values) + NUM_SCRATCH)
         scratch = first + WORD * len(values)
         pointers = [*range(first, scratch, WORD), scratch, scratch]
         maps = []
@@ -217,6 +217,7 @@ def _alive() -> weakref.WeakSet[Launch]:
 
     def let_go() -> None:
         forget_compiled()
+        _layout.cache_clear()
         for launch in found:
             launch.compiled = None
 
@@ -224,46 +225,35 @@ def _alive() -> weakref.WeakSet[Launch]:
     return found
 
 
-def _is_direct(call: KernelCall, compiled: Any) -> bool:
-    """Whether the driver can launch the kernel with the parameters laid out here: it has no others, and needs no
-    scratch memory, cluster or unknown attribute.
+@functools.lru_cache(maxsize=MAX_COMPILED)
+def _layout(compiled: Any, signature: tuple[Any, ...]) -> struct.Struct | None:
+    """The memory of a launch: pointers to all parameters, the parameters, a null pointer for scratch memory, the
+    configuration, an attribute. None if the driver cannot launch the kernel with these parameters alone: it has others,
+    or needs scratch memory, a cluster or an unknown attribute.
     """
-    about, metas = compiled.metadata, _descriptions(compiled)
-    tiles = [value for _, value in _parameters(call) if isinstance(value, Tile)]
+    about, metas, kinds = compiled.metadata, _descriptions(compiled), list(kinds_of(signature))
+    tiles = [kind for kind in kinds if kind.startswith(TILE)]
     wants_more = about.global_scratch_size or about.profile_scratch_size or about.launch_cooperative_grid
     is_described = len(metas) == len(tiles) and all(meta.keys() >= {"block_size", "swizzle"} for meta in metas)
     is_open = None not in (_entry("cuLaunchKernelEx"), _entry("cuTensorMapEncodeTiled"))
     alone = about.num_ctas == 1 and not wants_more
-    return is_open and alone and is_described and has_parameters(compiled.asm["ptx"], call)
+    if not (is_open and alone and is_described and _has_parameters(compiled.asm["ptx"], kinds)):
+        return None
+    formats = "".join(FORMATS.get(kind, POINTER) for kind in kinds)
+    return struct.Struct(f"<{len(kinds) + NUM_SCRATCH}{POINTER}{formats}{POINTER}{CONFIG}{ATTRIBUTE}")
+
+
+def _has_parameters(ptx: str, kinds: Iterable[str]) -> bool:
+    """Whether the compiled kernel has exactly the parameters that are laid out here."""
+    entries = ENTRY.findall(ptx)
+    found = [int(bits) // 8 * int(count or 1) for text in entries for bits, count in PARAMETER.findall(text)]
+    sizes = [MAP_BYTES if kind.startswith(TILE) else SIZES.get(kind, WORD) for kind in kinds]
+    return len(entries) == 1 and found == [*sizes, *[WORD] * NUM_SCRATCH]
 
 
 def _descriptions(compiled: Any) -> Sequence[Any]:
     """The compiler's descriptions of a kernel's tensor maps, in order."""
     return getattr(compiled.metadata, "tensordesc_meta", None) or ()
-
-
-def _parameters(call: KernelCall) -> Iterator[tuple[str, Any]]:
-    """(type, number or symbol) of all run-time parameters of a kernel, in order; compiled-in constants are left out."""
-
-    def flat(kinds: Iterable[Any], arguments: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-        for kind, argument in zip(kinds, arguments, strict=True):
-            if isinstance(kind, tuple):
-                yield from flat(kind, argument)
-            elif kind != CONSTANT:
-                yield kind, argument
-            if isinstance(argument, Tile):
-                yield from [("i32", size) for size in argument.shape]
-                yield from [("i64", stride) for stride in argument.strides]
-
-    return flat(types_of(call).signature, call.ordered)
-
-
-def has_parameters(ptx: str, call: KernelCall) -> bool:
-    """Whether the compiled kernel has exactly the parameters that are laid out here for the call."""
-    entries = ENTRY.findall(ptx)
-    found = [int(bits) // 8 * int(count or 1) for text in entries for bits, count in PARAMETER.findall(text)]
-    sizes = [MAP_BYTES if isinstance(v, Tile) else SIZES.get(kind, WORD) for kind, v in _parameters(call)]
-    return len(entries) == 1 and found == [*sizes, *[WORD] * NUM_SCRATCH]
 
 
 def queued(filled: Iterable[Filled]) -> int:
