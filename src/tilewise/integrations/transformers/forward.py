@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +31,7 @@ BOOKKEEPING = frozenset({
 })  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mask:
+class _Mask(NamedTuple):
     """A mask in the words of `attention`."""
 
     causal: bool
@@ -175,11 +173,11 @@ def _packed_by_position(flags: _Mask, position_ids: Tensor | None, query: Tensor
     first = (position_ids.reshape(tokens, -1) == 0).all(-1)
     if tracing(position_ids):
         sequence = first.cumsum(0)
-        return dataclasses.replace(flags, mask=(sequence[:, None] == sequence)[None, None])
+        return flags._replace(mask=(sequence[:, None] == sequence)[None, None])
     if not bool(first[1:].any()):
         return flags
     first[0] = True
-    return dataclasses.replace(flags, packing=packing_of(first[None]))
+    return flags._replace(packing=packing_of(first[None]))
 
 
 def _packed(
