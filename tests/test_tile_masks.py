@@ -490,6 +490,11 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: MASK.cut((0, 201), (0, 200)), "end <= 200"),
         (lambda: MASK.grow(torch.ones(1, 199, dtype=torch.bool)), "200 keys or more"),
         (lambda: MASK.grow(torch.ones(1, 200)), "a boolean tensor"),
+        (lambda: TileMask(MASK.tiles, MASK.bits[:1], 200, 200), "an index below 1"),
+        (lambda: TileMask(MASK.tiles, MASK.bits[:, 0], 200, 200), "shape (number, 4, 128)"),
+        (lambda: TileMask(MASK.tiles, MASK.bits.to("meta"), 200, 200), "device cpu"),
+        (lambda: TileMask(MASK.tiles.long(), MASK.bits, 200, 200), "an int32 tensor"),
+        (lambda: TileMask(MASK.tiles, MASK.bits, 200, 300), "shape (batch or 1, heads or 1, 2, 3)"),
     ],
 )
 def test_what_is_wrong_is_refused(call: Callable[[], object], message: str) -> None:

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise import settings
 from tilewise.errors import InvalidProblem
 from tilewise.masks import TileCounts
 from tilewise.tiles import (
     EMPTY,
     FULL,
     TILE,
+    WORDS,
     at_once,
     bits_by_keys,
     bits_by_queries,
@@ -71,6 +73,7 @@ class TileMask:
     lists: Tensor | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        _check_parts(self)
         # Here and not when first asked for, so that a compiler sees one kind of mask.
         ordered = bits_by_keys if self.tiles.device.type == "cpu" else bits_by_queries
         object.__setattr__(self, "bits", ordered(self.bits))
@@ -655,6 +658,32 @@ INTEGERS = (torch.int32, torch.int64)
 def _check_length(name: str, length: Any, *, least: int = 0) -> None:
     if not isinstance(length, int) or isinstance(length, bool) or not least <= length < 2**31:
         raise InvalidProblem(name, f"an integer from {least} to 2^31 - 1", repr(length), "Pass a Python int.")
+
+
+def _check_parts(mask: TileMask) -> None:
+    """Kernels read the bits that the map names, so an index past them would read other memory."""
+    fix = "Use tile_mask or a class method of TileMask, such as TileMask.from_dense."
+    for name, part in (("tiles", mask.tiles), ("bits", mask.bits)):
+        if not isinstance(part, Tensor) or part.dtype != torch.int32:
+            got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+            raise InvalidProblem(f"TileMask.{name}", "an int32 tensor", got, fix)
+    for name, length in (("seqlen_q", mask.seqlen_q), ("seqlen_k", mask.seqlen_k)):
+        _check_length(name, length)
+    rows, columns = num_tiles(mask.seqlen_q), num_tiles(mask.seqlen_k)
+    if mask.tiles.dim() != 4 or mask.tiles.shape[2:] != (rows, columns):
+        expected = f"shape (batch or 1, heads or 1, {rows}, {columns}) for {mask.seqlen_q} x {mask.seqlen_k}"
+        raise InvalidProblem("TileMask.tiles", expected, tuple(mask.tiles.shape), fix)
+    if mask.bits.shape[1:] not in ((WORDS, TILE), (WORDS * TILE,)):
+        expected = f"shape (number, {WORDS}, {TILE}) or (number, {WORDS * TILE})"
+        raise InvalidProblem("TileMask.bits", expected, tuple(mask.bits.shape), fix)
+    if mask.bits.device != mask.tiles.device:
+        raise InvalidProblem("TileMask.bits", f"device {mask.tiles.device} as tiles has", mask.bits.device, fix)
+    is_read = mask.tiles.device.type == "cpu" or (mask.tiles.is_cuda and settings.current().check_values)
+    if is_read and type(mask.tiles) is Tensor and mask.tiles.numel():
+        least, most = (int(end) for end in torch.aminmax(mask.tiles))
+        if least < EMPTY or most >= len(mask.bits):
+            expected = f"{EMPTY} (empty), {FULL} (full) or an index below {len(mask.bits)}, the number of bits"
+            raise InvalidProblem("TileMask.tiles", expected, f"{least} to {most}", fix)
 
 
 def _check_boolean(name: str, shape: str, mask: Any) -> None:

@@ -112,8 +112,8 @@ class EmulatedLaunch:
 
     is_direct = False
 
-    def __init__(self, call: Any, compiled: Any) -> None:
-        del compiled
+    def __init__(self, call: Any, *device: Any) -> None:
+        del device
         self.call = call
 
     def start(self, stream: int, tensors: dict[str, Tensor]) -> None:
@@ -469,7 +469,6 @@ MODULES: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon": {"language": types.SimpleNamespace(**LANGUAGE)},
     "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
-    f"{SHARED}.compilation": {"compile_call": lambda call, *_: call.kernel},
     f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Filled": tuple, "queued": len},
     f"{SHARED}.releases": {
         "aggregate": lambda cls: cls,

@@ -146,7 +146,8 @@ def context_parallel_decode(
     described = {
         "q": f"{tuple(q.shape)} in {q.dtype}", "heads, dims and dtype of pages": _about(k_pages, v_pages),
         "seqlens_k": tuple(seqlens_k.shape), "cu_seqlens_q": cu_seqlens_q is None or tuple(cu_seqlens_q.shape),
-        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": sinks is not None,
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale,
+        "sinks": None if sinks is None else f"{tuple(sinks.shape)} in {sinks.dtype}",
     }  # fmt: skip
     agree(tuple((name, str(value)) for name, value in described.items()), group, q.device)
     if rows.padding is not None:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from tilewise.backends.gpu.compilation import MAX_COMPILED, TILE, forget_compiled, kinds_of
+from tilewise.backends.gpu.compilation import MAX_COMPILED, TILE, compile_call, forget_compiled, kinds_of, typed
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
+from tilewise.device import DeviceSpec
 
 LIBRARY = "libcuda.so.1"
 # Types not listed here take a word. The last two parameters point to scratch memory, which these kernels do not use.
@@ -142,20 +143,21 @@ class Launch:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_config", "_layout", "_maps", "_values", "call", "compiled",
-        "is_direct",
+        "__weakref__", "_addresses", "_config", "_layout", "_maps", "_values", "call", "compiled", "is_direct",
     )  # fmt: skip
 
-    def __init__(
-        self, call: KernelCall, signature: tuple[Any, ...] = (), passed: Sequence[Any] = (), compiled: Any = None
-    ) -> None:
-        """`signature` are the types of the arguments and `passed` those at run time, see compilation.py."""
-        self.call, self.compiled = call, compiled
+    def __init__(self, call: KernelCall, device: DeviceSpec | None, index: int) -> None:
+        """For device `index`, which is current; a device that is None stands for Triton's interpreter."""
+        self.call, self.compiled, self.is_direct = call, None, False
         _alive().add(self)
-        layout = None if compiled is None else _layout(compiled, signature)
-        self.is_direct = layout is not None
+        if device is None:
+            return
+        types, passed = typed(call)
+        self.compiled = compiled = compile_call(call, device, index, types)
+        layout = _layout(compiled, types.signature)
         if layout is None:
             return
+        self.is_direct = True
         _ = compiled.run  # loads the binary on the current device
         self._layout = layout
         self._config = (*call.grid, WARP * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)

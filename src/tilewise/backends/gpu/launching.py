@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.compilation import compile_call, typed
 from tilewise.backends.gpu.counters import counters_of
 from tilewise.backends.gpu.driver import Filled, Launch, queued
 from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, aligned_names
@@ -283,13 +282,7 @@ def _prepared(calls: Iterable[KernelCall], device: DeviceSpec, index: int) -> tu
     if index >= 0 and index != torch._C._cuda_getDevice():  # noqa: SLF001
         with torch.cuda.device(index):
             return _prepared(calls, device, index)
-    if interpreted():
-        return tuple(map(Launch, calls))
-    launches = []
-    for call in calls:
-        types, passed = typed(call)
-        launches.append(Launch(call, types.signature, passed, compile_call(call, device, index, types)))
-    return tuple(launches)
+    return tuple(Launch(call, None if interpreted() else device, index) for call in calls)
 
 
 def _remember(known: dict[tuple[int, ...], Any], places: tuple[int, ...], filled: Sequence[Filled]) -> None:

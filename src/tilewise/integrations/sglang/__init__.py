@@ -18,9 +18,14 @@ NAME = "tilewise"
 
 def register() -> None:
     """Offer tilewise to SGLang as `--attention-backend tilewise`."""
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
+    try:
+        from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("sglang"):
+            raise
+        message = f"tilewise offers itself to SGLang 0.5.23, but {error}; pip install sglang"
+        raise ModuleNotFoundError(message, name=error.name) from error
     if NAME not in ATTENTION_BACKEND_CHOICES:
         ATTENTION_BACKEND_CHOICES.append(NAME)
     register_attention_backend(NAME)(_create)
