@@ -50,6 +50,10 @@ ELEMENTS = {
     torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
 NO_INTERLEAVING, PROMOTE_128_BYTES, FILL_ZEROS = 0, 2, 0
+# Arguments of cuTensorMapEncodeTiled: map, element, rank, address, shape, strides, box, steps, and four constants.
+ENCODE_TYPES = (
+    ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4,
+)  # fmt: skip
 # Drivers up to this version set a bit in the maps of tensors below 128 KiB that must be cleared.
 LAST_WITH_SMALL_BIT, SMALL_BYTES, SMALL_BIT = 13010, 128 << 10, 1 << 21
 
@@ -61,7 +65,7 @@ class Filled(NamedTuple):
 
     function: Callable[..., int]
     arguments: tuple[Any, ...]
-    memory: tuple[Any, ...]
+    memory: Any
 
 
 def launch_path() -> str:
@@ -72,59 +76,45 @@ def launch_path() -> str:
 
 
 @functools.cache
-def _entry(name: str) -> Callable[..., int] | None:
+def _entry(name: str, *types: Any) -> Callable[..., int] | None:
     """A function of the driver, which releases the GIL while it runs; None if the driver's library has another name
     (Triton searches further) or is too old.
     """
     try:
-        function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int)((name, ctypes.CDLL(LIBRARY)))
+        function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *types)((name, ctypes.CDLL(LIBRARY)))
     except (OSError, AttributeError):
         return None
     return function
 
 
-class TensorMap(NamedTuple):
-    """A tensor map without its address. `box` is what one copy moves; dimensions are listed from last to first."""
+class TensorMap:
+    """A tensor map without its address: the box is what one copy moves."""
 
-    element: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
-    is_small: bool
+    __slots__ = ("_arguments", "_encode", "_head", "_is_small")
 
-    @classmethod
-    def of(cls, tile: Tile, meta: Any) -> TensorMap:
-        """From a tile and the compiler's description of it."""
-        dtype, box = tile.address.dtype, tuple(meta["block_size"][::-1])
+    def __init__(self, tile: Tile, meta: Any) -> None:
+        """From a tile and the compiler's description of it. The driver lists dimensions from last to first."""
+        dtype, rank = tile.address.dtype, len(tile.shape)
         last = sum((size - 1) * stride for size, stride in zip(tile.shape, tile.strides, strict=True))
-        strides = tuple(dtype.itemsize * stride for stride in tile.strides[-2::-1])
-        is_small = last * dtype.itemsize + 1 < SMALL_BYTES
-        return cls(ELEMENTS[dtype], tile.shape[::-1], strides, box, meta["swizzle"], is_small)
+        self._is_small = last * dtype.itemsize + 1 < SMALL_BYTES
+        sizes, counts = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+        strides = [dtype.itemsize * stride for stride in tile.strides[-2::-1]]
+        numbers = sizes(*tile.shape[::-1]), sizes(*strides), counts(*meta["block_size"][::-1]), counts(*[1] * rank)
+        self._head = ELEMENTS[dtype], rank
+        self._arguments = (*numbers, NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
+        self._encode = _entry("cuTensorMapEncodeTiled", *ENCODE_TYPES)
 
-    def at(self, address: int) -> ctypes.Array[ctypes.c_char]:
-        """Memory that holds the map of a tensor at `address`, starting at its first multiple of MAP_ALIGNMENT."""
-        rank, memory = len(self.shape), ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
-        numbers = [
-            (ctypes.c_uint64 * rank)(*self.shape), (ctypes.c_uint64 * rank)(*self.strides),
-            (ctypes.c_uint32 * rank)(*self.box), (ctypes.c_uint32 * rank)(*[1] * rank),
-        ]  # fmt: skip
-        constants = map(ctypes.c_int, (NO_INTERLEAVING, self.swizzle, PROMOTE_128_BYTES, FILL_ZEROS))
-        begin, encode = aligned(memory), _entry("cuTensorMapEncodeTiled")
-        assert encode is not None
-        head = (ctypes.c_void_p(begin), ctypes.c_int(self.element), ctypes.c_int(rank), ctypes.c_void_p(address))
-        error = encode(*head, *numbers, *constants)
+    def write(self, place: int, address: int) -> None:
+        """Write the map of a tensor at `address` to `place`, a multiple of MAP_ALIGNMENT."""
+        assert self._encode is not None
+        error = self._encode(place, *self._head, address, *self._arguments)
         if error:
-            raise RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address} of {self}")
-        if self.is_small and _driver_version() <= LAST_WITH_SMALL_BIT:
-            word = ctypes.c_uint64.from_address(begin + WORD)
+            shape, strides, box = map(list, self._arguments[:3])
+            what = f"shape {shape}, strides {strides} and box {box}"
+            raise RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address} with {what}")
+        if self._is_small and _driver_version() <= LAST_WITH_SMALL_BIT:
+            word = ctypes.c_uint64.from_address(place + WORD)
             word.value &= ~SMALL_BIT
-        return memory
-
-
-def aligned(memory: ctypes.Array[ctypes.c_char]) -> int:
-    """The first aligned address in the memory of a map."""
-    return -(-ctypes.addressof(memory) // MAP_ALIGNMENT) * MAP_ALIGNMENT
 
 
 @functools.cache
@@ -168,7 +158,7 @@ class Launch:
         for value in passed:
             kind = value.__class__
             if kind is Tile:
-                self._maps.append((len(values), value.address, TensorMap.of(value, next(metas))))
+                self._maps.append((len(values), value.address, TensorMap(value, next(metas))))
                 values += (0, *value.shape, *value.strides)
             elif kind is Address:
                 self._addresses.append((len(values), value))
@@ -181,16 +171,18 @@ class Launch:
         values = self._values.copy()
         for at, address in self._addresses:
             values[at] = addresses[address.name] + address.offset
-        memory = bytearray(self._layout.size)
+        size = self._layout.size
+        memory = bytearray(size + MAP_BYTES * len(self._maps) + MAP_ALIGNMENT)  # tensor maps follow
         held = ctypes.c_char.from_buffer(memory)
         begin = ctypes.addressof(held)
         first = begin + WORD * (len(values) + NUM_SCRATCH)
         scratch = first + WORD * len(values)
         pointers = [*range(first, scratch, WORD), scratch, scratch]
-        maps = []
+        place = -(-(begin + size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
         for at, address, tensor_map in self._maps:
-            maps.append(tensor_map.at(addresses[address.name] + address.offset))
-            pointers[at] = aligned(maps[-1])
+            tensor_map.write(place, addresses[address.name] + address.offset)
+            pointers[at] = place
+            place += MAP_BYTES
         config = scratch + WORD
         attributes = (config + struct.calcsize(CONFIG), 1) if self.call.overlaps else (0, 0)
         self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, *attributes, *OVERLAPS)
@@ -198,7 +190,7 @@ class Launch:
         assert function is not None
         # Configuration, kernel, pointers to parameters, no extra options.
         arguments = tuple(map(POINTER_ARGUMENT, (config, self.compiled.function, begin, 0)))
-        return Filled(function, arguments, (held, maps))
+        return Filled(function, arguments, held)
 
     def start(self, stream: int, tensors: Mapping[str, Tensor]) -> None:
         """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel."""
@@ -237,7 +229,7 @@ def _layout(compiled: Any, signature: tuple[Any, ...]) -> struct.Struct | None:
     tiles = [kind for kind in kinds if kind.startswith(TILE)]
     wants_more = about.global_scratch_size or about.profile_scratch_size or about.launch_cooperative_grid
     is_described = len(metas) == len(tiles) and all(meta.keys() >= {"block_size", "swizzle"} for meta in metas)
-    is_open = None not in (_entry("cuLaunchKernelEx"), _entry("cuTensorMapEncodeTiled"))
+    is_open = None not in (_entry("cuLaunchKernelEx"), _entry("cuTensorMapEncodeTiled", *ENCODE_TYPES))
     alone = about.num_ctas == 1 and not wants_more
     if not (is_open and alone and is_described and _has_parameters(compiled.asm["ptx"], kinds)):
         return None

@@ -193,7 +193,7 @@ class Pass:
         places = (stream, *places, *[tensor.data_ptr() for tensor in used])
         filled = self._filled.get(places)
         if filled is None:
-            addresses = {name: tensor.data_ptr() for name, tensor in self._named(tensors, used).items()}
+            addresses = dict(zip(self._names(tensors), places[1:], strict=True))
             addresses |= {name: addresses[BLOCK] + begin for name, (begin, _) in self._parts.items()}
             if any(addresses[name] % ALIGNMENT for name in self._aligned):
                 return None
@@ -225,9 +225,13 @@ class Pass:
 
     def _named(self, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> dict[str, Tensor]:
         """All tensors of a call by name: given, allocated, the shared block, and the counters."""
-        named = {name: tensor for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None}
-        names = (*self.made, *([BLOCK] if self._parts else []), *([] if self._counters is None else ["counter"]))
-        return named | dict(zip(names, used, strict=True))
+        given = [tensor for tensor in tensors if tensor is not None]
+        return dict(zip(self._names(tensors), [*given, *used], strict=True))
+
+    def _names(self, tensors: Sequence[Tensor | None]) -> list[str]:
+        """The names of a call's tensors, in the order of `_named`."""
+        given = [name for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None]
+        return [*given, *self.made, *([BLOCK] if self._parts else []), *([] if self._counters is None else ["counter"])]
 
     def followed_by(
         self,
