@@ -84,6 +84,20 @@ def test_explain_names_a_latent_and_counts_it_once() -> None:
         assert own.memory.inputs - view.memory.inputs == 2 * 4096 * 512 * 4
 
 
+def test_explain_says_what_a_token_of_a_latent_takes() -> None:
+    q, latent = torch.empty(2, 128, 1, 576).bfloat16(), torch.empty(2, 1, 64, 576).bfloat16()
+    plan = tw.explain(q, latent, latent[..., :512], device="h200")
+    report = " ".join(str(plan).split())
+    assert plan.to_dict()["bytes_per_token"] == 1152
+    assert "a token has 1,152 bytes: 576 columns, of which 512 are values too, read for 128 query heads" in report
+    assert "stored apart would have 2,176 bytes" in report
+    k = fp8.quantize(latent)
+    assert tw.explain(q, k, k.first_columns(512), device="h200").bytes_per_token == 576
+    own = tw.explain(q, latent, latent[..., :512].clone(), device="h200")
+    assert own.bytes_per_token == 2176
+    assert "a token has" not in str(own)
+
+
 def test_the_same_tensor_twice_stands_for_two_in_a_forecast() -> None:
     k = torch.empty(2, 1, 4096, 64, device="meta")
     assert tw.explain(k, k, k, device="h200").memory.inputs == 3 * k.nbytes

@@ -61,8 +61,10 @@ def test_e4m3_latents_have_one_scale_for_both_parts(dtype: torch.dtype) -> None:
     assert torch.equal(stored, expected)
     q = rows(10, VALUES + ROTARY, 0, dtype)
     exact = got.dequantize()
-    table, lengths, flags = cache.block_table(), cache.seqlens(), {"cu_seqlens_q": cache.cu_seqlens_q(), "causal": True}
-    expected = tw.attention_paged(q.float(), exact, exact[..., :VALUES], table, lengths, **flags)
+    table, lengths = cache.block_table(), cache.seqlens()
+    expected = tw.attention_paged(
+        q.float(), exact, exact[..., :VALUES], table, lengths, cu_seqlens_q=cache.cu_seqlens_q(), causal=True
+    )
     tolerance = (1e-5 if dtype == torch.float32 else 1e-2) * float(expected.abs().max())
     torch.testing.assert_close(cache.attention(q).float(), expected, atol=tolerance, rtol=0)
 

@@ -46,8 +46,11 @@ def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Seq
     plain = not torch.compiler.is_compiling() and all(type(t) is Tensor and not t.is_neg() for t in new)
     backend = dispatch.serving(slots.device.type) if plain else None
     if backend is not None:
-        rows, absent = tuple(map(contiguous_last, new)), (None,) * (2 - len(new))
-        backend.append_quantised(*rows, *absent, *pages, *absent, *scales, *absent, slots)
+        k, v = contiguous_last(new[0]), None if len(new) == 1 else contiguous_last(new[1])
+        (k_pages, v_pages), (k_scale, v_scale) = (
+            (kept[0], None if len(kept) == 1 else kept[1]) for kept in (pages, scales)
+        )
+        backend.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
         return
     for rows, where, scale in zip(new, pages, scales, strict=True):
         write_quantised(rows, where, scale, slots)

@@ -54,13 +54,14 @@ def latent_cache(config: Any, max_cache_len: int) -> Any:
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer
 
-    class LatentLayer(StaticLayer):
+    class LatentLayer(StaticLayer):  # type: ignore[misc]
         """A layer whose keys and values are columns of the same rows."""
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             super().lazy_initialization(key_states, value_states)
             width = key_states.shape[-1]
-            rows = self.keys.new_zeros((*self.keys.shape[:-1], width + value_states.shape[-1]))
+            keys: Tensor = self.keys
+            rows = keys.new_zeros((*keys.shape[:-1], width + value_states.shape[-1]))
             self.keys, self.values = rows[..., :width], rows[..., width:]
 
     cache = StaticCache(config, max_cache_len)
