@@ -78,6 +78,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 2,
             "topk_group": 1,
             "first_k_dense_replace": 1,
+            "topk_method": "noaux_tc",
         },
     ),
     "opt": ("OPTConfig", COMMON | {"ffn_dim": 256, "word_embed_proj_dim": 128, "do_layer_norm_before": True}),
