@@ -87,7 +87,8 @@ class SharedPrefix(NamedTuple):
 def saved_seconds(shared: SharedPrefix, operands: Operands, spec: DeviceSpec) -> float:
     """Estimated time to read the keys that are saved."""
     k, v = operands.k, operands.v
-    per_key = k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    columns = k.shape[3] + (0 if validation.is_latent(k, v) else v.shape[3])
+    per_key = k.shape[2] * columns * k.element_size()
     rate = CPU_BYTES_PER_SECOND * _num_threads() if spec.type == "cpu" else L2_SPEED * spec.bandwidth
     return shared.keys_saved * per_key / rate
 

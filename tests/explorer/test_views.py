@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from playwright.sync_api import Locator, Page, expect
 
+from tilewise import explain
 from tilewise.explorer.questions import Question, plan_of
 from tilewise.simulator import Workload, count, counts_after_each, schedule
+from tilewise.units import format_bytes
 
 # One browser for all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
@@ -308,6 +311,21 @@ def test_my_problem_shows_what_explain_says(open_page: Any) -> None:
     expect(page.locator(".tip")).to_contain_text("Bound by arithmetic")
     page.get_by_label("K/V heads").fill("7")
     expect(page.get_by_text("must be a multiple of K/V heads (7). Shown for 4 K/V heads.")).to_be_visible()
+
+
+def test_my_problem_compares_the_ways_to_share_keys_and_values(open_page: Any, exported: Path) -> None:
+    """Bytes of a token in a layer, and of all tokens in all layers."""
+    page: Page = open_page("problem", base=exported.as_uri())
+    page.get_by_label("Model").select_option("70B, GQA 8:1 (Llama 3 70B)")
+    page.get_by_label("Context").fill("32768")
+    columns = {"mha": 2 * 64 * 128, "gqa": 2 * 8 * 128, "mqa": 2 * 128, "latent": 512 + 64}
+    for way, width in columns.items():
+        row = page.locator("tr", has=page.locator(f"[data-cache={way}]"))
+        sizes = [f"{2 * width:,} B", format_bytes(2 * width * 80 * 32768)]
+        expect(row.locator("td")).to_have_text(sizes)
+    q = torch.empty(1, 64, 1, 576, dtype=torch.bfloat16, device="meta")
+    latent = torch.empty(1, 1, 64, 576, dtype=torch.bfloat16, device="meta")
+    assert explain(q, latent, latent[..., :512], device="h200").bytes_per_token == 2 * columns["latent"]
 
 
 def test_three_ways_on_one_device(open_page: Any, exported: Path) -> None:

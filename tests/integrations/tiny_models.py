@@ -132,7 +132,9 @@ def build(
     """A model with the weights of a seed, on eager attention."""
     import transformers
 
-    model = getattr(transformers, kind).from_config(config, attn_implementation="eager").eval()
+    maker = getattr(transformers, kind)
+    make = getattr(maker, "from_config", None) or maker._from_config
+    model = make(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -3,6 +3,9 @@
 Names, arguments and defaults are vLLM's. `make test-vllm` runs the real engine.
 """
 
+# Stand-ins have arguments that they do not use.
+# ruff: noqa: ARG002
+
 from __future__ import annotations
 
 import enum
@@ -50,6 +53,18 @@ class AttentionBackend:
         return False
 
 
+class QueryLenSupport(enum.Enum):
+    SINGLE_ONLY = "single_only"
+    UNIFORM = "uniform"
+    VARLEN = "varlen"
+
+
+class MLACommonBackend(AttentionBackend):
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+
 class AttentionMetadataBuilder(Generic[Metadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
@@ -87,8 +102,66 @@ class CrossAttentionSpec:
     block_size: int
 
 
+@dataclass
+class MLACommonDecodeMetadata:
+    block_table: Tensor
+    seq_lens: Tensor
+    dcp_tot_seq_lens: Tensor | None
+
+
+@dataclass
+class MLACommonMetadata:
+    num_decode_tokens: int
+    num_prefills: int
+    decode: Any
+
+
+class MLACommonMetadataBuilder(AttentionMetadataBuilder[Metadata]):
+    """Requests with at most `reorder_batch_threshold` queries come first, and are decoded."""
+
+    reorder_batch_threshold: int = 1
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.page_size = kv_cache_spec.block_size
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
+        common = common_attn_metadata
+        counts = common.query_start_loc_cpu.diff().tolist()
+        decodes = next((n for n, count in enumerate(counts) if count > self.reorder_batch_threshold), len(counts))
+        tokens = int(common.query_start_loc_cpu[decodes])
+        if decodes == len(counts):
+            tokens = common.num_actual_tokens
+        decode = None
+        if decodes:
+            decode = self._build_decode(  # type: ignore[attr-defined]
+                block_table_tensor=common.block_table_tensor[:decodes],
+                seq_lens_device=common.seq_lens[:decodes],
+                max_seq_len=common.max_seq_len,
+                query_start_loc_cpu=common.query_start_loc_cpu[: decodes + 1],
+                query_start_loc_device=common.query_start_loc[: decodes + 1],
+                num_decode_tokens=tokens,
+                max_query_len=min(common.max_query_len, self.reorder_batch_threshold),
+                dcp_tot_seq_lens_device=None,
+            )
+        return MLACommonMetadata(tokens, len(counts) - decodes, decode)
+
+
+class MLACommonImpl(Generic[Metadata]):
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, alibi_slopes: Any, sliding_window: Any,
+        kv_cache_dtype: str, logits_soft_cap: Any, attn_type: str, kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None, kv_lora_rank: int, qk_nope_head_dim: int, qk_rope_head_dim: int, qk_head_dim: int,
+        v_head_dim: int, kv_b_proj: Any, indexer: object | None = None, q_pad_num_heads: int | None = None,
+    ) -> None:  # fmt: skip
+        self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
+        self.supports_quant_query_input = True
+
+
 class AttentionBackendEnum(enum.Enum):
     CPU_ATTN = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+    CPU_MLA = "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend"
+    AMX_MLA = "vllm.v1.attention.backends.mla.amx_mla.AMXMLABackend"
     CUSTOM = None
 
 
@@ -98,8 +171,8 @@ class Registered:
     def __init__(self) -> None:
         self.paths: dict[str, str] = {}
 
-    def register_backend(self, backend: AttentionBackendEnum, class_path: str) -> None:
-        self.paths[backend.name] = class_path
+    def register_backend(self, backend: AttentionBackendEnum | str, class_path: str) -> None:
+        self.paths[backend if isinstance(backend, str) else backend.name] = class_path
 
 
 @contextmanager
@@ -112,14 +185,25 @@ def installed() -> Iterator[Registered]:
         CommonAttentionMetadata,
     ):  # fmt: skip
         setattr(backend, part.__name__, part)
+    latent = types.ModuleType("vllm.model_executor.layers.attention.mla_attention")
+    for latent_part in (
+        MLACommonBackend, MLACommonDecodeMetadata, MLACommonImpl, MLACommonMetadata, MLACommonMetadataBuilder,
+        QueryLenSupport,
+    ):  # fmt: skip
+        setattr(latent, latent_part.__name__, latent_part)
     specs = types.ModuleType("vllm.v1.kv_cache_interface")
     specs.FullAttentionSpec = FullAttentionSpec  # type: ignore[attr-defined]
     registry = types.ModuleType("vllm.v1.attention.backends.registry")
     registry.AttentionBackendEnum = AttentionBackendEnum  # type: ignore[attr-defined]
     registry.register_backend = registered.register_backend  # type: ignore[attr-defined]
-    names = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends")
-    modules = {name: types.ModuleType(name) for name in names} | {m.__name__: m for m in (backend, specs, registry)}
-    before = {name: sys.modules.get(name) for name in (*modules, "tilewise.integrations.vllm.backend")}
+    names = (
+        "vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.model_executor",
+        "vllm.model_executor.layers", "vllm.model_executor.layers.attention",
+    )  # fmt: skip
+    parts = (backend, specs, registry, latent)
+    modules = {name: types.ModuleType(name) for name in names} | {m.__name__: m for m in parts}
+    ours = [f"tilewise.integrations.vllm.{name}" for name in ("backend", "latent")]
+    before = {name: sys.modules.get(name) for name in (*modules, *ours)}
     sys.modules.update(modules)
     try:
         yield registered

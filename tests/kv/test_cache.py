@@ -17,12 +17,15 @@ Rows = tuple[Tensor, Tensor]
 
 
 class Shadow:
-    """A cache beside the rows it should hold: K and V are functions of a token and all tokens before it."""
+    """A cache beside the rows it should hold: K and V are functions of a token and all tokens before it. Keys of
+    latents are the columns of V and those of K.
+    """
 
     def __init__(self, page_size: int, dtype: torch.dtype, num_pages: int = 0, **options: Any) -> None:
         pages = num_pages or -(-2000 // page_size)
+        self.head_dim = DIM_V + DIM if options.get("latent") else DIM
         self.cache = tw.PagedKVCache(
-            pages, page_size, LAYERS, KV_HEADS, DIM, dtype=dtype, device="cpu", head_dim_v=DIM_V, **options
+            pages, page_size, LAYERS, KV_HEADS, self.head_dim, dtype=dtype, device="cpu", head_dim_v=DIM_V, **options
         )
         # What nobody wrote must not matter.
         self.cache.k.fill_(torch.nan)
@@ -74,10 +77,12 @@ class Shadow:
     def check(self, requests: list[int], counts: list[int], *, exact: bool = True, **flags: Any) -> None:
         """Attention over the pages is attention over the rows: of packed sequences, bit for bit if `exact`."""
         torch.manual_seed(sum(counts))
-        q = torch.randn(sum(counts), HEADS, DIM).to(self.dtype)
+        q = torch.randn(sum(counts), HEADS, self.head_dim).to(self.dtype)
         for layer in range(LAYERS):
             out, lse = self.cache.attention(q, layer=layer, return_lse=True, **flags)
             rows = [self.rows(request, layer) for request in requests]
+            if self.cache.latent:
+                rows = [(torch.cat((v, k), -1), v) for k, v in rows]
             dense = dense_attention(q, rows, counts, self.dtype, **flags)
             if exact:
                 assert torch.equal(out, dense[0])
@@ -99,10 +104,19 @@ def judge(out: Tensor, plain: Tensor, exact: Tensor) -> None:
     assert (out.double() - exact).abs().max() <= allowed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_a_life_of_latents_equals_dense_attention(page_size: int, dtype: torch.dtype) -> None:
+    live(Shadow(page_size, dtype, prefix_sharing=page_size != 1, latent=True), page_size)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
 def test_a_life_of_requests_equals_dense_attention(page_size: int, dtype: torch.dtype) -> None:
-    shadow = Shadow(page_size, dtype, prefix_sharing=page_size != 1)
+    live(Shadow(page_size, dtype, prefix_sharing=page_size != 1), page_size)
+
+
+def live(shadow: Shadow, page_size: int) -> None:
     a, b, c = shadow.add(list(range(300))), shadow.add(list(range(7))), shadow.add(list(range(290)) + [1] * 41)
     # Prefill, in chunks, together with a short prompt.
     shadow.check([a, b], shadow.step([a, b], counts=[150, 7]))

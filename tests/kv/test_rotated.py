@@ -391,3 +391,28 @@ def test_gradients_are_refused() -> None:
         append_rotated(**given)
     with torch.no_grad():
         assert not append_rotated(**given).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"max_seqlen": None}, "max_seqlen"),
+        ({"max_seqlen": 2.5}, "max_seqlen"),
+        ({"max_seqlen": -1}, "max_seqlen"),
+        ({"rotary_dim": "8"}, "rotary_dim"),
+        ({"rotary_dim": 0}, "rotary_dim"),
+        ({"rotary_dim": 7}, "rotary_dim"),
+        ({"rotary_dim": True}, "rotary_dim"),
+        ({"base": None}, "base"),
+        ({"base": "1e4"}, "base"),
+        ({"base": 0.0}, "base"),
+        ({"base": math.nan}, "base"),
+        ({"dtype": torch.int32}, "dtype"),
+        ({"dtype": None}, "dtype"),
+    ],
+    ids=str,
+)
+def test_tables_that_make_no_sense(changes: dict[str, Any], name: str) -> None:
+    given: dict[str, Any] = {"max_seqlen": 32, "rotary_dim": 8, "device": "cpu"} | changes
+    with pytest.raises(tw.InvalidProblem, match=f"^{name}: "):
+        rotary_table(**given)

@@ -43,19 +43,29 @@ def test_the_kernels_compile_without_a_gpu_and_move_16_bytes_a_thread(device: st
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
-@pytest.mark.parametrize(("device", "rows", "page_size"), [("h200", 4096, 64), ("a100", 256, 1), ("h200", 256, 256)])
-def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "rows", "page_size", "dim"),
+    [
+        ("h200", 4096, 64, 128),
+        ("a100", 256, 1, 128),
+        ("h200", 256, 256, 128),
+        ("h200", 4096, 64, 576),
+        ("a100", 8, 64, 576),
+    ],
+)
+def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int, page_size: int, dim: int) -> None:
+    """Rows of 576 columns are latents, without V."""
     from tilewise.backends.gpu import compilation
     from tilewise.backends.gpu.launching import raw_views
     from tilewise.backends.triton.serving import append_calls
 
     spec = devices.named(device)
-    new, pages = torch.zeros(rows, 8, 128).bfloat16(), torch.zeros(4, page_size, 8, 128).to(torch.float8_e4m3fn)
+    new, pages = torch.zeros(rows, 8, dim).bfloat16(), torch.zeros(4, page_size, 8, dim).to(torch.float8_e4m3fn)
     scale, slots = torch.zeros(4, 8), torch.zeros(rows, dtype=torch.int64)
-    views = raw_views((new, new, pages, pages, scale, scale, slots))
-    (call,) = append_calls((rows, 8, 128, 128, page_size, spec.has_fp8), views)
-    ptx = compilation.compile_call(call, spec, -1).asm["ptx"]
-    assert ("e4m3" in ptx) == spec.has_fp8
+    given = (new, None, pages, None, scale, None, slots) if dim > 512 else (new, new, pages, pages, scale, scale, slots)
+    (call,) = append_calls((rows, 8, dim, 0 if dim > 512 else dim, page_size, spec.has_fp8), raw_views(given))
+    compiled = compilation.compile_call(call, spec, -1)
+    assert ("e4m3" in compiled.asm["ptx"]) == spec.has_fp8
 
 
 @inside
@@ -80,6 +90,7 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(
     for a, b in zip(mine, theirs, strict=True):
         b.copy_(a)
     scales = [[new_scales(1, num_pages, heads, torch.device("cpu"))[0] for _ in dims] for _ in range(2)]
+    latents = theirs[1].clone(), scales[1][1].clone()
     lengths = {0: 0, 1: 0, 2: 0}
     # Sequence s has the pages s, s + 3, ...; each takes some rows a step, and some rows of the batch go nowhere.
     for step, size in enumerate((1.0, 1.0, 300.0, 1e-3, 1e-38, 1e30)):
@@ -97,6 +108,11 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(
         serving.append_quantised(rows[0], rows[1], k_pages, v_pages, scales[0][0], scales[0][1], where)
         for new, pages, scale in zip(rows, theirs, scales[1], strict=True):
             write_quantised(new, pages.view(torch.float8_e4m3fn), scale, where)
+        # Latents are rows without V.
+        alone, alone_scale = latents
+        serving.append_quantised(rows[1], None, alone.view(torch.float8_e4m3fn), None, alone_scale, None, where)
+        assert torch.equal(alone, theirs[1])
+        assert torch.equal(alone_scale, scales[1][1])
         for a, b in zip((*mine, *scales[0]), (*theirs, *scales[1]), strict=True):
             assert torch.equal(a, b)
     assert scales[0][0].unique().numel() > 2

@@ -59,6 +59,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralConfig", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    # Latent attention, of the only width that vLLM's own backend for CPUs takes.
+    "deepseek": (
+        "DeepseekV3Config",
+        COMMON
+        | {
+            "num_key_value_heads": 4,
+            "intermediate_size": 256,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "topk_method": "noaux_tc",
+        },
+    ),
     "opt": ("OPTConfig", COMMON | {"ffn_dim": 256, "word_embed_proj_dim": 128, "do_layer_norm_before": True}),
     "bloom": ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 128, "n_layer": 2, "n_head": 4}),
 }

@@ -198,9 +198,16 @@ class Serving(Protocol):
         """Writes rows of K and V into slots of pages. A negative slot is skipped."""
 
     def append_quantised(
-        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+        self,
+        k: Tensor,
+        v: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor | None,
+        k_scale: Tensor,
+        v_scale: Tensor | None,
+        slots: Tensor,
     ) -> None:
-        """Writes rows of K and V into slots of e4m3 pages, whose scales grow as needed."""
+        """Writes rows of K and V, or of latents (k alone), into slots of e4m3 pages, whose scales grow as needed."""
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups. If not, separate calls and `merge_rows` are faster."""

@@ -7,6 +7,7 @@ stride 0 along dimensions that share a scale, so that readers need not know how 
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -96,12 +97,16 @@ class Fp8Tensor:
         >>> quantize(torch.randn(1, 1, 300, 80)).first_columns(64).shape
         torch.Size([1, 1, 300, 64])
         """
-        if not 1 <= count <= self.shape[-1]:
-            raise InvalidProblem("count", f"1 to {self.shape[-1]} columns", count, "Rows have so many columns.")
+        try:
+            wanted = 0 if isinstance(count, bool) else operator.index(count)
+        except (TypeError, RuntimeError):
+            wanted = 0
+        if not 1 <= wanted <= self.shape[-1]:
+            raise InvalidProblem("count", f"1 to {self.shape[-1]} columns", repr(count), "Rows have so many columns.")
         if self.rotated:
             fix = "Quantise a latent without rotation."
             raise InvalidProblem("first_columns", "rows that are not rotated", "rotated rows", fix)
-        return replace(self, data=self.data[..., :count])
+        return replace(self, data=self.data[..., :wanted])
 
     def dequantize(self, cu_seqlens: Tensor | None = None) -> Tensor:
         """The fp32 tensor it represents, still rotated if it is. Packed rows with several scales need cu_seqlens."""

@@ -6,7 +6,8 @@ attends to them. Neither imports an engine.
 
 The engine's cache of a layer is one tensor (num_pages, num_kv_heads, page_size, head_dim + head_dim_v) with the keys
 and values of a token next to each other, in any physical order of the first three dimensions; or two, of keys and of
-values (num_pages, page_size, num_kv_heads, dim). It is read and written in place, through two strided views.
+values (num_pages, page_size, num_kv_heads, dim). A cache of latents is (num_pages, page_size, columns), whose first
+columns are the values. It is read and written in place, through two strided views.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.fp8.quantisation import quantize
 from tilewise.kv.shared import shared_prefix_of
 from tilewise.kv.writing import write_rows
-from tilewise.problem import MAX_HEAD_DIM_V
+from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 
 __all__ = ["DTYPES", "Batch", "Layer", "Role"]
 
@@ -89,10 +90,16 @@ class Layer:
         sinks: Tensor | None = None,
         is_e4m3: bool = False,
         role: Role = "decoder",
+        latent_values: int | None = None,
     ) -> None:
-        """`window` counts the keys that a query sees, itself included. A cache in e4m3 has scales, given per call."""
-        if not 1 <= head_dim <= MAX_HEAD_DIM_V:
-            raise Unsupported(f"head_dim {head_dim}: tilewise takes 1 to {MAX_HEAD_DIM_V}")
+        """`window` counts the keys that a query sees, itself included. A cache in e4m3 has scales, given per call.
+        `latent_values`: the cache holds latents, and so many of their `head_dim` columns are V.
+        """
+        most = MAX_HEAD_DIM_V if latent_values is None else MAX_HEAD_DIM
+        if not 1 <= head_dim <= most:
+            raise Unsupported(f"head_dim {head_dim}: tilewise takes 1 to {most}")
+        if latent_values is not None and not 1 <= latent_values <= min(MAX_HEAD_DIM_V, head_dim - 1):
+            raise Unsupported(f"latents of {head_dim} columns, {latent_values} of them V: at most {MAX_HEAD_DIM_V} are")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             fix = "Each K/V head serves the same number of query heads."
             raise InvalidProblem("num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads, fix)
@@ -102,6 +109,7 @@ class Layer:
             raise Unsupported("an encoder layer has no cache; its keys and values are not stored in e4m3")
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
         self.scale, self.role, self.is_e4m3 = float(scale), role, is_e4m3
+        self.latent_values = latent_values
         self.softcap = float(softcap) if softcap else None
         self.sinks = sinks
         self._slopes = None if alibi_slopes is None else [float(slope) for slope in alibi_slopes]
@@ -124,10 +132,17 @@ class Layer:
                 fix = "Pass the layer's scales."
                 raise InvalidProblem("k_scale, v_scale", "the scales of an e4m3 cache", None, fix)
             attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
-        self._views, self._attended = (k, v), attended
+        # New rows of latents come in two parts, those past V as k.
+        self._views, self._attended = (k if self.latent_values is None else k[..., self.latent_values :], v), attended
 
     def _apart(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a tensor that has both."""
+        if self.latent_values is not None:
+            if kv_cache.dim() != 3 or kv_cache.shape[2] != self.head_dim:
+                expected = f"(num_pages, page_size, {self.head_dim})"
+                raise InvalidProblem("kv_cache", expected, tuple(kv_cache.shape), "A latent serves all heads.")
+            rows = kv_cache[:, :, None]
+            return rows, rows[..., : self.latent_values]
         if kv_cache.dim() != 4 or kv_cache.shape[1] != self.num_kv_heads or kv_cache.shape[3] <= self.head_dim:
             expected = f"(num_pages, {self.num_kv_heads}, page_size, {self.head_dim} + the head dim of V)"
             raise InvalidProblem("kv_cache", expected, tuple(kv_cache.shape), "Keys and values lie next to each other.")

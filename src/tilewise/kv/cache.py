@@ -54,6 +54,8 @@ class PagedKVCache:
     method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache unchanged.
     `max_seqlen` bounds a request (default: the whole pool), `head_dim_v` is `head_dim` unless given. With
     `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, with one scale for each (page, head).
+    With `latent=True` a page holds one row of `head_dim` columns for K and V together: V is the first `head_dim_v` of
+    them (512 of DeepSeek's 576), and `append` takes the other columns as its k and these as its v.
     `max_requests` gives every request a fixed row ("seat") and allocates the tables once, (max_requests, max_seqlen /
     page_size): steps with `fixed=True` then use the same tensors every time, for CUDA graphs.
 
@@ -77,6 +79,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         head_dim_v: int | None = None,
+        latent: bool = False,
         max_seqlen: int | None = None,
         max_requests: int | None = None,
         prefix_sharing: bool = True,
@@ -88,6 +91,9 @@ class PagedKVCache:
         for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("head_dim_v", width_v, MAX_HEAD_DIM_V)):
             if width > most:
                 raise InvalidProblem(name, f"at most {most}", width, "Split the heads.")
+        if latent and width_v >= head_dim:
+            fix = "Give the columns of V in head_dim_v=, and those of the whole row in head_dim."
+            raise InvalidProblem("head_dim_v", f"less than head_dim = {head_dim} of a latent", width_v, fix)
         if dtype not in DTYPES:
             expected = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
             raise InvalidProblem("dtype", f"one of {expected}", dtype, "Pages hold what attention reads.")
@@ -95,15 +101,16 @@ class PagedKVCache:
             num_pages, page_size, max_seqlen=max_seqlen, max_requests=max_requests, prefix_sharing=prefix_sharing
         )
         shape = (num_layers, self.book.pages.num_pages, self.book.page_size, num_kv_heads)
-        # Scales of e4m3 pages: one for each (layer, page, head).
-        self._scales: tuple[Tensor, Tensor] | None = None
+        self.latent = bool(latent)
+        # Scales of e4m3 pages, one for each (layer, page, head): of K and of V, or of latents.
+        self._scales: tuple[Tensor, ...] = ()
         # Inference tensors could only be written in inference mode.
         with torch.inference_mode(False):
             self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
-            self.v = torch.empty((*shape, width_v), dtype=dtype, device=device)
+            self.v = self.k[..., :width_v] if latent else torch.empty((*shape, width_v), dtype=dtype, device=device)
+            self._stored = (self.k,) if latent else (self.k, self.v)
             if dtype == torch.float8_e4m3fn:
-                k_scale, v_scale = (new_scales(num_layers, shape[1], num_kv_heads, self.device) for _ in range(2))
-                self._scales = k_scale, v_scale
+                self._scales = tuple(new_scales(num_layers, shape[1], num_kv_heads, self.device) for _ in self._stored)
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
         self._step: Step | None = None
         self._batch: BatchTables | None = None
@@ -115,7 +122,8 @@ class PagedKVCache:
 
     def __repr__(self) -> str:
         layers, pages, page_size, heads, head_dim = self.k.shape
-        sizes = f"{pages} pages of {page_size} tokens, {layers} layers of {heads} x {head_dim}"
+        columns = f"{head_dim} (latents)" if self.latent else head_dim
+        sizes = f"{pages} pages of {page_size} tokens, {layers} layers of {heads} x {columns}"
         held = f"{self.book.num_requests} requests hold {self.book.pages.held} pages"
         return f"<PagedKVCache: {sizes}, {self.k.dtype} on {self.device}; {held}>"
 
@@ -203,17 +211,17 @@ class PagedKVCache:
     def append(self, k: Tensor, v: Tensor, *, layer: int = 0) -> None:
         """Write one layer's K and V of the step: (rows, num_kv_heads, dim), packed in the order of its requests.
 
+        Of latents, v is the first `head_dim_v` columns and k the others.
         Rows of a request that was freed in the meantime are still expected; a step without any request left is refused.
         Once every layer is written, a layer may be written again (to warm up, or after an error), also under graph
         capture, as long as its pages belong to their requests alone.
         """
         layer, slots = self._ready(layer, k, v)
-        k_pages, v_pages = self.pages(layer)
-        if self._scales is None:
-            write_rows(k, v, k_pages, v_pages, slots)
+        if not self._scales:
+            write_rows(k, v, *self._targets(layer), slots)
         else:
-            k_scale, v_scale = self._scales
-            append_quantised((k, v), (k_pages, v_pages), (k_scale[layer], v_scale[layer]), slots)
+            rows = (torch.cat((v, k), -1),) if self.latent else (k, v)
+            append_quantised(rows, *self._quantised(layer), slots)
         self._note_written(layer)
 
     def append_rotated(
@@ -231,15 +239,25 @@ class PagedKVCache:
         k_weight: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`append` with k normalised and rotated; returns q likewise. See `tilewise.kv.append_rotated`."""
+        """`append` with k normalised and rotated; returns q likewise. See `tilewise.kv.append_rotated`.
+
+        Of latents, q too is only the columns past `head_dim_v`.
+        """
         layer, slots = self._ready(layer, k, v)
-        k_scale, v_scale = (None, None) if self._scales is None else (scale[layer] for scale in self._scales)
+        targets, places = self._targets(layer), slots
+        k_scale = v_scale = new = None
+        if self._scales and self.latent:
+            # Both parts share a scale, so the rows are put together in fp32 before they are quantised.
+            new = torch.empty((len(k), 1, *self.k.shape[3:]), dtype=torch.float32, device=self.device)
+            targets, places = self._parts(new), torch.arange(len(k), device=self.device)
+        elif self._scales:
+            k_scale, v_scale = (scale[layer] for scale in self._scales)
         turned = append_rotated(
             q,
             k,
             v,
-            *self.pages(layer),
-            slots,
+            *targets,
+            places,
             positions,
             cos_sin,
             interleaved=interleaved,
@@ -250,6 +268,8 @@ class PagedKVCache:
             v_scale=v_scale,
             out=out,
         )
+        if new is not None:
+            append_quantised((new[:, 0],), *self._quantised(layer), slots)
         self._note_written(layer)
         return turned
 
@@ -303,20 +323,25 @@ class PagedKVCache:
     @property
     def nbytes(self) -> int:
         """Memory of all pages, and of their scales if any."""
-        return self.k.nbytes + self.v.nbytes + sum(scale.nbytes for scale in self._scales or ())
+        return sum(tensor.nbytes for tensor in (*self._stored, *self._scales))
 
     def pages(self, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """K and V of a layer: (num_pages, page_size, num_kv_heads, dim), to be read in place."""
+        """K and V of a layer: (num_pages, page_size, num_kv_heads, dim), to be read in place. Of latents, V is a view
+        of K.
+        """
         number = self._number(layer)
         return self.k[number], self.v[number]
 
     def attended(self, layer: int = 0) -> tuple[Tensor | Fp8Tensor, Tensor | Fp8Tensor]:
         """K and V of a layer as `attention_paged` takes them: e4m3 pages with their scales."""
         k_pages, v_pages = self.pages(layer)
-        if self._scales is None:
+        if not self._scales:
             return k_pages, v_pages
-        k_scale, v_scale = (scale[layer][..., None] for scale in self._scales)
-        return Fp8Tensor(k_pages, k_scale, "page", "paged"), Fp8Tensor(v_pages, v_scale, "page", "paged")
+        scales = [scale[layer][..., None] for scale in self._scales]
+        k = Fp8Tensor(k_pages, scales[0], "page", "paged")
+        if self.latent:
+            return k, k.first_columns(v_pages.shape[-1])
+        return k, Fp8Tensor(v_pages, scales[1], "page", "paged")
 
     def block_table(self) -> Tensor:
         """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns).
@@ -412,11 +437,24 @@ class PagedKVCache:
         """Check that these rows of a layer can be appended; returns the layer's number and the rows' slots."""
         batch, layer = self._running(), self._number(layer)
         self._refuse_finished()
-        for name, new, pages in zip(("k", "v"), (k, v), self.pages(layer), strict=True):
+        for name, new, pages in zip(("k", "v"), (k, v), self._targets(layer), strict=True):
             self._check_rows(name, new, pages, len(batch.slots))
         if len(self._written) == len(self.k):
             self._refuse_written(layer)
         return layer, batch.slots
+
+    def _targets(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where new rows of k and v go in the pages of a layer."""
+        return self._parts(self.k[layer]) if self.latent else (self.k[layer], self.v[layer])
+
+    def _parts(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of latents that `append` takes as k, and as v."""
+        values = self.v.shape[-1]
+        return latents[..., values:], latents[..., :values]
+
+    def _quantised(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The e4m3 pages of a layer, and their scales."""
+        return [pages[layer] for pages in self._stored], [scale[layer] for scale in self._scales]
 
     def _note_written(self, layer: int) -> None:
         if not self._capturing():
@@ -450,9 +488,9 @@ class PagedKVCache:
         if tuple(new.shape) != expected:
             fix = "Pack the rows of the step's requests in their order."
             raise InvalidProblem(name, f"shape {expected}", tuple(new.shape), fix)
-        if self._scales is not None and new.dtype not in SOURCES:
+        if self._scales and new.dtype not in SOURCES:
             raise InvalidProblem(name, "float32, bfloat16 or float16, to be quantised", new.dtype, "Convert it first.")
-        dtype = pages.dtype if self._scales is None else new.dtype
+        dtype = new.dtype if self._scales else pages.dtype
         for what, mine, theirs in (("dtype", dtype, new.dtype), ("device", pages.device, new.device)):
             if mine != theirs:
                 raise InvalidProblem(name, f"{what} {mine} as the cache has", theirs, f"Convert it with .to({mine}).")
@@ -460,7 +498,7 @@ class PagedKVCache:
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         there = torch.tensor(copies, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         source, target = there.to(self.device, non_blocking=True).unbind(1)
-        for tensor in (self.k, self.v, *(self._scales or ())):
+        for tensor in (*self._stored, *self._scales):
             copy_pages(tensor, source, target)
 
 

@@ -15,6 +15,8 @@ On an NVIDIA GPU this is one launch for K and V (backends/triton/serving.py); be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,6 @@ from tilewise.fp8.scales import AMAX_FLOOR
 __all__ = ["SOURCES", "append_quantised", "new_scales", "write_quantised"]
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
-Pair = tuple[Tensor, Tensor]
 
 
 def new_scales(num_layers: int, num_pages: int, num_kv_heads: int, device: torch.device) -> Tensor:
@@ -36,17 +37,20 @@ def new_scales(num_layers: int, num_pages: int, num_kv_heads: int, device: torch
 
 
 @torch.no_grad()
-def append_quantised(new: Pair, pages: Pair, scales: Pair, slots: Tensor) -> None:
-    """Write rows of K and V (total, num_kv_heads, dim) into slots of e4m3 pages (num_pages, page_size, num_kv_heads,
-    dim), whose scales (num_pages, num_kv_heads) grow as needed.
+def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Sequence[Tensor], slots: Tensor) -> None:
+    """Write rows of K and V, or of latents alone, (total, num_kv_heads, dim) into slots of e4m3 pages (num_pages,
+    page_size, num_kv_heads, dim), whose scales (num_pages, num_kv_heads) grow as needed.
 
     The rows of one page are consecutive, in the order of their slots.
     """
     plain = not torch.compiler.is_compiling() and all(type(t) is Tensor and not t.is_neg() for t in new)
     backend = dispatch.serving(slots.device.type) if plain else None
     if backend is not None:
-        k, v = map(contiguous_last, new)
-        backend.append_quantised(k, v, *pages, *scales, slots)
+        k, v = contiguous_last(new[0]), None if len(new) == 1 else contiguous_last(new[1])
+        (k_pages, v_pages), (k_scale, v_scale) = (
+            (kept[0], None if len(kept) == 1 else kept[1]) for kept in (pages, scales)
+        )
+        backend.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
         return
     for rows, where, scale in zip(new, pages, scales, strict=True):
         write_quantised(rows, where, scale, slots)

@@ -14,6 +14,7 @@ and where torch records operations, the torch operations below compute the same,
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ from tilewise.backends.base import Rotating
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.rounding import encode
+from tilewise.kv.book import within
 from tilewise.kv.quantised import append_quantised
-from tilewise.kv.rotated_arguments import Step, check_arguments, check_memory, check_pages, is_dense
+from tilewise.kv.rotated_arguments import DTYPES, Step, check_arguments, check_memory, check_pages, is_dense
 from tilewise.kv.writing import write_rows
 
 __all__ = ["append_rotated", "rotary_table"]
@@ -43,10 +45,20 @@ def rotary_table(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """(max_seqlen, rotary_dim): cosines, then sines, of position * base^(-2 i / rotary_dim), as engines store them."""
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise InvalidProblem("rotary_dim", "an even number from 2 on", rotary_dim, "Channels are rotated in pairs.")
-    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu")
-    angle = torch.arange(max_seqlen, dtype=torch.float64, device="cpu")[:, None] * float(base) ** (-pairs / rotary_dim)
+    rows, columns = (None if isinstance(size, bool) else within(size, 2**31 - 1) for size in (max_seqlen, rotary_dim))
+    if rows is None:
+        raise InvalidProblem("max_seqlen", "a whole number", repr(max_seqlen), "Pass the number of positions.")
+    if not columns or columns % 2:
+        raise InvalidProblem(
+            "rotary_dim", "an even number from 2 on", repr(rotary_dim), "Channels are rotated in pairs."
+        )
+    if not isinstance(base, (int, float)) or isinstance(base, bool) or not 0 < base < math.inf:
+        raise InvalidProblem("base", "a positive number", repr(base), "Pass the model's rope_theta.")
+    if dtype not in DTYPES:
+        expected = " or ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise InvalidProblem("dtype", expected, dtype, "Kernels read cosines and sines in these.")
+    pairs = torch.arange(0, columns, 2, dtype=torch.float64, device="cpu")
+    angle = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None] * float(base) ** (-pairs / columns)
     return torch.cat((angle.cos(), angle.sin()), -1).to(device=device, dtype=dtype)
 
 

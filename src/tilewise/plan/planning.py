@@ -88,9 +88,17 @@ class Plan:
     unordered: str | None = None
     mask: ListedTiles | None = None
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token in all K/V heads, without scales; a latent counts once."""
+        problem = self.problem
+        columns = problem.head_dim + (0 if problem.latent else problem.head_dim_v)
+        return problem.num_kv_heads * columns * (1 if "k" in problem.fp8 else problem.dtype.itemsize)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain dicts, lists, strings and numbers."""
         plain: dict[str, Any] = _plain(self)
+        plain["bytes_per_token"] = self.bytes_per_token
         plain["features"] = list(self.problem.features)
         plain["tiles"]["visited"] = self.tiles.visited
         for way, work in (("naive", self.naive), ("tiled", self.tiled)):

@@ -39,6 +39,7 @@ def render(plan: Plan) -> str:
         ("backend", _backend(plan)),
         *((f"  not {name}", reason) for name, reason in plan.rejected),
         *(() if plan.quantised is None else (("fp8", plan.quantised),)),
+        *_latent(plan),
         *(() if plan.cascade is None else (("cascade", plan.cascade),)),
         *(() if plan.unordered is None else (("last bits", plan.unordered),)),
         *_higher(plan),
@@ -73,6 +74,19 @@ def _problem(plan: Plan) -> str:
     parts = [f"{problem.kind} {dtype}", f"batch {problem.batch}", heads, tokens, dims]
     features = [name for name in problem.features if name not in ("gqa", "head_dim_v")]
     return ", ".join(parts) + (f"; {', '.join(features)}" if features else "")
+
+
+def _latent(plan: Plan) -> list[tuple[str, str]]:
+    """What a token takes if V is a view of K."""
+    problem, stored = plan.problem, plan.bytes_per_token
+    if not problem.latent:
+        return []
+    apart = stored * (problem.head_dim + problem.head_dim_v) // problem.head_dim
+    text = (
+        f"a token has {stored:,} bytes: {problem.head_dim} columns, of which {problem.head_dim_v} are values too, read "
+        f"for {problem.group_size} query heads together. Keys and values stored apart would have {apart:,} bytes"
+    )
+    return [("latent", text)]
 
 
 def _backend(plan: Plan) -> str:

@@ -132,9 +132,16 @@ class CpuBackend:
         launch_pages.write_rows(k, v, k_pages, v_pages, slots)
 
     def append_quantised(
-        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+        self,
+        k: Tensor,
+        v: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor | None,
+        k_scale: Tensor,
+        v_scale: Tensor | None,
+        slots: Tensor,
     ) -> None:
-        """Writes rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
+        """Writes rows of K and V, or of latents, into slots of e4m3 pages: see tilewise.kv.quantised."""
         from tilewise.backends.cpu import launch_pages
 
         launch_pages.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)

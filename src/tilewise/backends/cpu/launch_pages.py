@@ -17,6 +17,7 @@ from tilewise.backends.cpu.params import COUNTER_FIELDS
 
 # Number of new rows, their slots, page size and heads; then for K and for V: source, its token and head strides, pages,
 # their page, slot and head strides, elements of a head (bytes if copied), the source's dtype, scales (pages, heads).
+# Without V, its fields are 0.
 NUM_ROWS, SLOTS, PAGE_SIZE, NUM_HEADS = range(4)
 K, V = 4, 14
 SOURCE, SOURCE_ROW, SOURCE_HEAD, PAGES, PAGES_PAGE, PAGES_SLOT, PAGES_HEAD, SIZE, DTYPE, SCALES = range(10)
@@ -37,11 +38,19 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
 
 
 def append_quantised(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+    k: Tensor,
+    v: Tensor | None,
+    k_pages: Tensor,
+    v_pages: Tensor | None,
+    k_scale: Tensor,
+    v_scale: Tensor | None,
+    slots: Tensor,
 ) -> None:
     """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
-    fields = (*_written(k, k_pages, k_scale), *_written(v, v_pages, v_scale))
-    _write("append_quantised", k, k_pages, slots, fields, (k.numel() + v.numel()) // QUANTISED_ELEMENTS)
+    of_v = (0,) * (BLOCK_FIELDS - V) if v is None or v_pages is None else _written(v, v_pages, v_scale)
+    elements = k.numel() + (0 if v is None else v.numel())
+    fields = (*_written(k, k_pages, k_scale), *of_v)
+    _write("append_quantised", k, k_pages, slots, fields, elements // QUANTISED_ELEMENTS)
 
 
 def _write(name: str, k: Tensor, pages: Tensor, slots: Tensor, fields: tuple[int, ...], more_threads: int) -> None:

@@ -223,4 +223,5 @@ def append_quantised(p: int) -> None:
                 page, count = slot // page_size, rows_of_page(p, row, slot // page_size)
                 for head in range(field(p, f.NUM_HEADS)):
                     append_head(p, f.K, row, count, page, slot % page_size, head)
-                    append_head(p, f.V, row, count, page, slot % page_size, head)
+                    if field(p, f.V + f.SIZE) > 0:
+                        append_head(p, f.V, row, count, page, slot % page_size, head)

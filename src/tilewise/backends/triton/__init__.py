@@ -56,7 +56,8 @@ class TritonBackend(GpuBackend):
             return f"head_dim and head_dim_v are at most {MAX_HEAD_DIM} and {MAX_HEAD_DIM_V}, not {given}"
         if problem.head_dim > MAX_HEAD_DIM_V and (problem.needs_grad or problem.tiles_shape is not None):
             asked = "gradients" if problem.needs_grad else "tile masks"
-            return f"{asked} take head_dim up to {MAX_HEAD_DIM_V}, not {problem.head_dim}"
+            reason = f"{asked} take head_dim up to {MAX_HEAD_DIM_V}, not {problem.head_dim}"
+            return f"{reason}: expand latents into keys and values of each head" if problem.latent else reason
         if problem.higher and (widest := max(problem.head_dim, problem.head_dim_v)) > MAX_HIGHER_DIM[problem.dtype]:
             return (
                 f"tangents (jvp) and second derivatives in {problem.dtype} take head_dim up to "
@@ -179,9 +180,16 @@ class TritonBackend(GpuBackend):
         return quantising.quantize(x, *arguments, **options)
 
     def append_quantised(
-        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+        self,
+        k: Tensor,
+        v: Tensor | None,
+        k_pages: Tensor,
+        v_pages: Tensor | None,
+        k_scale: Tensor,
+        v_scale: Tensor | None,
+        slots: Tensor,
     ) -> None:
-        """Writes rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
+        """Writes rows of K and V, or of latents, into slots of e4m3 pages: see tilewise.kv.quantised."""
         from tilewise.backends.triton import serving
 
         serving.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)

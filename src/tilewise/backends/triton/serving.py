@@ -5,7 +5,7 @@ Each is one launch without synchronisation, so a step can be captured in a CUDA 
 append_kernel quantises new rows of K and V on their way into e4m3 pages, without sorting:
 
     grid (a few rows, heads, K or V)   where one of them is the first that goes to a page, its program does the whole
-                                       (page, head); most programs of a prompt's rows end at once
+                                       (page, head); most programs of a prompt's rows end at once. Latents have no V
 
     amax of the page's new rows -> its scale, a power of two that never shrinks
     if it grew: what the page holds moves down by whole exponents
@@ -207,7 +207,7 @@ def append_kernel(
                     k_pages + page * k_page_strides[0] + head * k_page_strides[2], k_scale + scale_at,
                     place, count, k_strides[0], k_page_strides[1], PAGE_SIZE, DIM, COLUMNS, ROWS, HARDWARE,
                 )  # fmt: skip
-            else:
+            elif v is not None:
                 append_to_page(
                     v + row * v_strides[0] + head * v_strides[1],
                     v_pages + page * v_page_strides[0] + head * v_page_strides[2], v_scale + scale_at,
@@ -227,10 +227,16 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
 
 
 def append_quantised(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
+    k: Tensor,
+    v: Tensor | None,
+    k_pages: Tensor,
+    v_pages: Tensor | None,
+    k_scale: Tensor,
+    v_scale: Tensor | None,
+    slots: Tensor,
 ) -> None:
     """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
-    sizes = (*k.shape, v.shape[2], k_pages.shape[1], devices.of(k.device).has_fp8)
+    sizes = (*k.shape, 0 if v is None else v.shape[2], k_pages.shape[1], devices.of(k.device).has_fp8)
     run_described(append_calls, APPENDED, sizes, (k, v, k_pages, v_pages, k_scale, v_scale, slots))
 
 
@@ -288,30 +294,32 @@ def strides_of(view: RawView | None, count: int) -> tuple[int | Multiple, ...]:
 
 
 def append_calls(sizes: tuple[int, ...], views: RawViews) -> list[KernelCall]:
-    """The kernel for (rows, num_heads, dim, dim_v, page_size, whether the device has FP8); codes are moved as bytes."""
+    """The kernel for (rows, num_heads, dim, dim_v, page_size, whether the device has FP8); codes are moved as bytes.
+    Latents have no v, and a dim_v of 0.
+    """
     rows, heads, dim, dim_v, page_size, hardware = sizes
-    known = [view for view in views if view is not None]
     addresses = {
-        name: Address(name, torch.uint8 if dtype.itemsize == 1 else dtype, aligned)
-        for name, (_, dtype, aligned) in zip(APPENDED, known, strict=True)
+        name: None if view is None else Address(name, torch.uint8 if view[1].itemsize == 1 else view[1], view[2])
+        for name, view in zip(APPENDED, views, strict=True)
     }
     window = triton.next_power_of_2(page_size)
-    held, seen, num_warps = (16, 16, 4) if rows > MANY_ROWS else (8, 1, 1)
+    held, seen, num_warps, most = (16, 16, 4, 8192) if rows > MANY_ROWS else (8, 1, 1, 4096)
+    columns, columns_v = (triton.next_power_of_2(max(1, width)) for width in (dim, dim_v))
     arguments = addresses | {
         "num_rows": rows,
         "num_heads": heads,
         "k_strides": strides_of(views[0], 2),
-        "v_strides": strides_of(views[1], 2),
+        "v_strides": strides_of(views[1] or views[0], 2),
         "k_page_strides": strides_of(views[2], 3),
-        "v_page_strides": strides_of(views[3], 3),
+        "v_page_strides": strides_of(views[3] or views[2], 3),
         "PAGE_SIZE": page_size,
         "DIM": dim,
         "DIM_V": dim_v,
-        "COLUMNS": triton.next_power_of_2(dim),
-        "COLUMNS_V": triton.next_power_of_2(dim_v),
-        "ROWS": min(held, window),
+        "COLUMNS": columns,
+        "COLUMNS_V": columns_v,
+        "ROWS": min(held, window, most // max(columns, columns_v)),
         "ROWS_SEEN": seen,
         "WINDOW": window,
         "HARDWARE": bool(hardware),
     }
-    return [KernelCall(append_kernel, (-(-rows // seen), heads, 2), arguments, num_warps)]
+    return [KernelCall(append_kernel, (-(-rows // seen), heads, 1 if views[1] is None else 2), arguments, num_warps)]

@@ -15,11 +15,11 @@ import functools
 from collections.abc import Iterable
 
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations.transformers.forward import attention_forward
+from tilewise.integrations.transformers.latents import absorb, attend, latent_cache
 from tilewise.integrations.transformers.masks import attention_mask_function
 from tilewise.integrations.transformers.routing import FLASH_NAME, NAME, watch
 
-__all__ = ["FLASH_NAME", "NAME", "register"]
+__all__ = ["FLASH_NAME", "NAME", "absorb", "latent_cache", "register"]
 
 # The oldest release whose keyword arguments are known and tested, and the first that has no `paged|` prefix.
 OLDEST, UNPREFIXED = (5, 17), (5, 19)
@@ -49,7 +49,7 @@ def register(*, ignore: Iterable[str] = ()) -> None:
     settings = vars(transformers.GenerationConfig()).keys() - {"output_attentions"}
     names = frozenset(ignore) | settings
     for name in (NAME, FLASH_NAME):
-        forward = functools.partial(attention_forward, ignore=names, as_flash=name == FLASH_NAME)
+        forward = functools.partial(attend, ignore=names, as_flash=name == FLASH_NAME)
         transformers.AttentionInterface.register(name, forward)
         transformers.AttentionMaskInterface.register(name, attention_mask_function)
         if release < UNPREFIXED:

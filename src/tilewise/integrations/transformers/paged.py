@@ -69,6 +69,11 @@ def attend_to_cache(
     head_dim_v = v.shape[-1]
     if layer.pages is not None and head_dim_v < layer.pages[1].shape[-1]:
         v = F.pad(v, (0, layer.pages[1].shape[-1] - head_dim_v))  # the cache has one width for keys and values
+    if layer.pages is not None and k.shape[1:] != layer.pages[0].shape[2:]:
+        fix = "transformers sizes pages by config.head_dim, which latent attention does not use. Call model.generate."
+        raise InvalidProblem(
+            "key", f"heads and columns of the pages, {tuple(layer.pages[0].shape[2:])}", tuple(k.shape[1:]), fix
+        )
     window = _window(layer, step)
     reads = step.block_table is not None or step.read_index[layer.group].numel() > 0
     if layer.pages is not None and reads:

@@ -27,7 +27,7 @@ import torch
 from tilewise.errors import Unsupported
 from tilewise.integrations.transformers.masks import READ_BOOLEANS
 
-__all__ = ["FLASH_NAME", "NAME", "watch"]
+__all__ = ["FLASH_NAME", "NAME", "NAMES", "watch"]
 
 NAME, FLASH_NAME = "tilewise", "tilewise_flash"
 NAMES = (NAME, FLASH_NAME, f"paged|{NAME}", f"paged|{FLASH_NAME}")

@@ -1,10 +1,12 @@
 """Attention for vLLM: a backend that vLLM finds by itself where tilewise is installed.
 
     vllm serve MODEL --attention-backend CUSTOM             on a GPU
+    vllm serve MODEL --attention-backend TILEWISE_MLA       the same for models with latent attention (MLA)
     TILEWISE_VLLM_CPU=1 vllm serve MODEL                    on a CPU, whose platform ignores that option
 
 vLLM calls `register` in each of its processes, through the entry point `vllm.general_plugins`. Importing this module
-imports nothing of vLLM. `backend` has the classes that vLLM asks for, `tilewise.integrations.engines` the calls.
+imports nothing of vLLM. `backend` and `latent` have the classes that vLLM asks for, `tilewise.integrations.engines` the
+calls.
 docs/serving.md says what is refused.
 """
 
@@ -12,15 +14,22 @@ from __future__ import annotations
 
 from tilewise import settings
 
-__all__ = ["BACKEND", "register"]
+__all__ = ["BACKEND", "LATENT_BACKEND", "LATENT_NAME", "register"]
 
 BACKEND = "tilewise.integrations.vllm.backend.TilewiseBackend"
+LATENT_BACKEND, LATENT_NAME = "tilewise.integrations.vllm.latent.TilewiseMLABackend", "TILEWISE_MLA"
 
 
 def register() -> None:
-    """Offer tilewise to vLLM as the backend CUSTOM and, with TILEWISE_VLLM_CPU=1, in place of CPU_ATTN."""
+    """Offer tilewise to vLLM as the backends CUSTOM and TILEWISE_MLA and, with TILEWISE_VLLM_CPU=1, in place of its
+    backends for CPUs.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if LATENT_NAME not in AttentionBackendEnum.__members__:
+        register_backend(LATENT_NAME, LATENT_BACKEND)
     if settings.current().vllm_cpu:
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+        register_backend(AttentionBackendEnum.CPU_MLA, LATENT_BACKEND)
+        register_backend(AttentionBackendEnum.AMX_MLA, LATENT_BACKEND)

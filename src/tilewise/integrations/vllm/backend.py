@@ -84,10 +84,19 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **more: Any
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None = None,
+        use_mla: bool = False,
+        *others: Any,
+        **more: Any,
     ) -> str | None:
         """The reason against a combination, for vLLM's list of reasons."""
-        del others, more
+        del block_size, others, more
+        if use_mla:
+            return "latent attention (MLA) has a backend of its own: --attention-backend TILEWISE_MLA"
         return why_not_head_size(head_size) or why_not_cache_dtype(kv_cache_dtype, dtype)
 
     @classmethod

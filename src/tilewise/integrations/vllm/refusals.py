@@ -16,6 +16,7 @@ __all__ = [
     "refuse_output_scales",
     "why_not_cache_dtype",
     "why_not_head_size",
+    "why_not_latent_layer",
 ]
 
 # What a cache may hold, by vLLM's names: the model's own dtype, or e4m3 with a scale per tensor or per K/V head.
@@ -36,6 +37,16 @@ def why_not_cache_dtype(name: str | None, dtype: torch.dtype) -> str | None:
         return f"kv_cache_dtype {name}: tilewise reads {', '.join(KV_CACHE_DTYPES)}"
     if name in OWN and OWN[name] != dtype:
         return f"kv_cache_dtype {name} for a model of {dtype}: tilewise reads a cache in the model's dtype, or fp8"
+    return None
+
+
+def why_not_latent_layer(*, is_decoder: bool, indexer: Any, **others: Any) -> str | None:
+    """The reason against a layer of latent attention."""
+    if indexer is not None:
+        return "sparse latent attention (DeepSeek V3.2's indexer): tilewise attends to all keys"
+    asked = [name for name, value in others.items() if value]
+    if asked or not is_decoder:
+        return f"latent attention with {', '.join(asked) or 'an encoder'}: tilewise serves it in plain decoder layers"
     return None
 
 

@@ -10,6 +10,7 @@ import { difference, grouped, plural } from "tilewise/ui/format.js";
 import { folded, heading } from "tilewise/ui/parts.js";
 import {
   backendPart,
+  cachePart,
   comparisonPart,
   memoryPart,
   rooflinePart,
@@ -234,7 +235,7 @@ class ProblemView {
         "div",
         { class: "panels loose" },
         h("div", { class: "stack" }, waysPart(facts), backendPart(facts), timePart(facts), memoryPart(facts)),
-        h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts)),
+        h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts), cachePart(facts)),
       ),
       h("p", { class: "result", "data-check": "" }, check(values)),
     );

@@ -98,6 +98,42 @@ function because(plan, work) {
     : `Bound by arithmetic: ${flops} take longer than ${bytes}.`;
 }
 
+/** Columns of DeepSeek's latents: values (keys too), and a rotary part of the keys. */
+const LATENT = [512, 64];
+
+/** What the ways to share K and V keep of a token. @param {Facts} facts */
+export function cachePart({ values }) {
+  const size = values.dtype === "float32" ? 4 : 2;
+  const { heads, kv, layers } = values;
+  const own = (/** @type {number} */ count) => 2 * count * Number(values.dim) * size;
+  const ways = /** @type {[string, string, number, string][]} */ ([
+    ["mha", `${heads} heads (MHA)`, own(heads), "Each query head has a K and a V of its own."],
+    [
+      "gqa",
+      `${kv} (this problem)`,
+      own(kv),
+      "The K/V heads of this problem. If they are fewer than the query heads, each serves a group of them (GQA).",
+    ],
+    ["mqa", "1 (MQA)", own(1), "One K/V head serves all query heads."],
+    [
+      "latent",
+      `latent (${LATENT.join(" + ")})`,
+      (LATENT[0] + LATENT[1]) * size,
+      "One row serves all heads, as DeepSeek's: the first columns are keys and values at once, the others a part of the keys.",
+    ],
+  ]);
+  const most = values.batch * values.context * layers;
+  const rows = ways.map(([key, name, bytes, why]) => {
+    const first = h("span", { "data-cache": key }, explained(name, why));
+    return [first, `${grouped(bytes)} B`, formatBytes(bytes * most)];
+  });
+  return card(
+    "KV cache by the way heads share it",
+    `a token in one layer; ${grouped(values.batch * values.context)} tokens in ${layers} layers`,
+    table(["", "a token", "all"], rows, "KV cache by the way heads share it"),
+  );
+}
+
 /** @param {Facts} facts */
 export function memoryPart({ plan, values }) {
   const size = values.dtype === "float32" ? 4 : 2;
