@@ -6,7 +6,7 @@
 | `TILEWISE_CHECK_VALUES` | `0`     | `1`: check index tensors on a GPU too (one synchronisation a call) |
 | `TILEWISE_CACHE_DIR`    | (user)  | where compiled kernels are kept: a folder of the user's alone      |
 | `TILEWISE_NVTX`         | `0`     | `1`: an NVTX range around each forward and backward (Nsight)       |
-| `TILEWISE_VLLM_CPU`     | `0`     | `1`: vLLM's CPU platform runs attention here, instead of CPU_ATTN  |
+| `TILEWISE_VLLM_CPU`     | `0`     | `1`: vLLM's CPU platform runs attention here, instead of its own   |
 """
 
 from __future__ import annotations

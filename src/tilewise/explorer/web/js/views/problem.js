@@ -234,8 +234,16 @@ class ProblemView {
       h(
         "div",
         { class: "panels loose" },
-        h("div", { class: "stack" }, waysPart(facts), backendPart(facts), timePart(facts), memoryPart(facts)),
-        h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts), cachePart(facts)),
+        h(
+          "div",
+          { class: "stack" },
+          waysPart(facts),
+          backendPart(facts),
+          timePart(facts),
+          memoryPart(facts),
+          cachePart(facts),
+        ),
+        h("div", { class: "stack" }, rooflinePart(facts), comparisonPart(facts)),
       ),
       h("p", { class: "result", "data-check": "" }, check(values)),
     );
