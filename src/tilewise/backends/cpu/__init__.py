@@ -78,9 +78,8 @@ class CpuBackend:
         return "the maximum that a row's softmax subtracts, written for every row"
 
     def fp8_path(self, problem: AttentionProblem) -> str:
-        """How e4m3 operands are read, for reports."""
-        del problem
-        return "read as e4m3 and multiplied by their scales in registers; computed in fp32"
+        """How 8-bit operands are read, for reports."""
+        return f"read as {problem.codes} and multiplied by their scales in registers; computed in fp32"
 
     def backward(
         self,
