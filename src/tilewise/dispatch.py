@@ -73,7 +73,7 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
     if problem.fp8 and (problem.needs_grad or problem.higher):
         raise Unsupported(
             f"gradients through {'int8' if problem.int8 else 'FP8'} inputs are not computed: rounding to "
-            f"{'int8' if problem.int8 else 'e4m3'} has none. Call it under torch.no_grad(), or pass bf16 or fp16 tensors"
+            f"{problem.codes} has none. Call it under torch.no_grad(), or pass bf16 or fp16 tensors"
         )
     return (_select if here else _select.__wrapped__)(problem, device, name, here)
 

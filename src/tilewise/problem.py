@@ -32,10 +32,10 @@ class AttentionProblem:
     the seed is followed by the batch entry, head, row and key (a multiple of 4) at which dropout starts counting.
     `tiles_shape` is the shape of a tile mask's map. `fp8` names the operands in 8 bits with scales, ("k", "v") or ("q",
     "k", "v"): e4m3, or with `int8` pages in int8. `scale_blocks` are the rows of q, k, v that share a scale (None: all
-    rows of a head; of pages, a page's; 1 for int8 pages); `dtype` is then the result's. `higher` asks for a pass beyond the backward: a tangent (jvp) or a second derivative.
-    `max_logits` asks for the largest score of each head. `batch_invariant`: the bits of a sequence's results may not
-    depend on the other sequences, their number or the device's size. `latent`: v is a view of k's first columns, so a
-    kernel may read both at once.
+    rows of a head; of pages, a page's; 1 for int8 pages); `dtype` is then the result's. `higher` asks for a pass beyond
+    the backward: a tangent (jvp) or a second derivative. `max_logits` asks for the largest score of each head.
+    `batch_invariant`: the bits of a sequence's results may not depend on the other sequences, their number or the
+    device's size. `latent`: v is a view of k's first columns, so a kernel may read both at once.
     """
 
     kind: Kind
@@ -90,6 +90,11 @@ class AttentionProblem:
         if not self.causal:
             return self.window_left, self.window_right
         return self.window_left, 0 if self.window_right is None else min(0, self.window_right)
+
+    @property
+    def codes(self) -> str:
+        """The 8-bit numbers of the operands in `fp8`, for reports."""
+        return "int8" if self.int8 else "e4m3"
 
     @property
     def accumulate_dtype(self) -> torch.dtype:

@@ -77,9 +77,8 @@ def fp8_cases() -> list[Case]:
         "varlen_decode": dataclasses.replace(packed, fp8="head", seqlens_q=(1, 0, 2), seqlens_k=(300, 3, 270)),
         "odd_head_dim": dataclasses.replace(dense, fp8="head", head_dim=33, head_dim_v=15, causal=True),
     }
-    return [dataclasses.replace(case, label=f"fp8_{label}") for label, case in named.items()] + _int8_cases(
-        paged, decode
-    )
+    cases = [dataclasses.replace(case, label=f"fp8_{label}") for label, case in named.items()]
+    return cases + _int8_cases(paged, decode)
 
 
 def _int8_cases(paged: Case, decode: Case) -> list[Case]:

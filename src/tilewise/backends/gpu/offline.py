@@ -11,9 +11,8 @@ from tilewise.tiles import TILE, WORDS
 
 def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[str, View]:
     """Views of contiguous canonical operands of a problem; paged queries with cu_seqlens_q if `packed_queries`."""
-    dtypes = dict.fromkeys("qkv", problem.dtype) | dict.fromkeys(
-        problem.fp8, torch.int8 if problem.int8 else torch.float8_e4m3fn
-    )
+    codes = torch.int8 if problem.int8 else torch.float8_e4m3fn
+    dtypes = dict.fromkeys("qkv", problem.dtype) | dict.fromkeys(problem.fp8, codes)
     views = {name: _contiguous(shape, dtypes[name]) for name, shape in _row_shapes(problem).items()}
     views |= {f"{name}_scale": _contiguous(_scale_shape(problem, name), torch.float32) for name in problem.fp8}
     if problem.kind == "varlen" or (problem.kind == "paged" and packed_queries):
