@@ -103,6 +103,41 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(
 
 
 @inside
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_the_int8_kernel_writes_the_bits_of_torch(
+    dtype: torch.dtype, prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots in any order, rows without one, NaN, infinities, zeros, ties, and magnitudes of all sizes."""
+    from tilewise.backends.gpu import launching
+    from tilewise.backends.triton import serving
+    from tilewise.fp8.rounding import encode_rows
+
+    monkeypatch.setattr(serving, "MANY_ROWS", 0 if prompts else 2048)
+    launching._described.cache_clear()
+    torch.manual_seed(2)
+    heads, num_pages, page_size = 2, 5, 6
+    slots = torch.randperm(num_pages * page_size)[:20]
+    slots[::6] = -1
+    new = [(torch.randn(20, heads, dim) * 10.0 ** torch.linspace(-4, 4, 20)[:, None, None]) for dim in (24, 40)]
+    new[0][1, 1, 3], new[1][2, 0, 5], new[1][3], new[0][4] = torch.nan, torch.inf, 0.0, 127.0
+    new[0][4, :, 1:] = torch.arange(23) - 11.5
+    rows = [t.to(dtype) for t in new]
+    pages = [torch.randint(-128, 128, (num_pages, page_size, heads, dim), dtype=torch.int8) for dim in (24, 40)]
+    scales = [torch.full((num_pages, heads, page_size), 3.0) for _ in pages]
+    expected = [t.clone() for t in (*pages, *scales)]
+    serving.append_quantised(*rows, *pages, *scales, slots)
+    for n in range(2):
+        codes, scale = encode_rows(rows[n])
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected[n][slot // page_size, slot % page_size] = codes[row]
+                expected[2 + n][slot // page_size, :, slot % page_size] = scale[row]
+    for a, b in zip((*pages, *scales), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=0, equal_nan=True)
+
+
+@inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_rows_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
     from tilewise.backends.triton import serving

@@ -200,7 +200,7 @@ class Serving(Protocol):
     def append_quantised(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
     ) -> None:
-        """Writes rows of K and V into slots of e4m3 pages, whose scales grow as needed."""
+        """Writes rows of K and V into slots of e4m3 or int8 pages, and their scales."""
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups. If not, separate calls and `merge_rows` are faster."""

@@ -43,7 +43,7 @@ __all__ = ["PagedKVCache"]
 
 Tokens = Sequence[int] | Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8)
 
 
 class PagedKVCache:
@@ -53,7 +53,8 @@ class PagedKVCache:
     full pages of equal prefixes are stored once; `fork` shares all pages and copies one when it is written to. Every
     method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache unchanged.
     `max_seqlen` bounds a request (default: the whole pool), `head_dim_v` is `head_dim` unless given. With
-    `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, with one scale for each (page, head).
+    `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, with one scale for each (page, head), with
+    `torch.int8` with one for each (token, head).
     `max_requests` gives every request a fixed row ("seat") and allocates the tables once, (max_requests, max_seqlen /
     page_size): steps with `fixed=True` then use the same tensors every time, for CUDA graphs.
 
@@ -95,14 +96,15 @@ class PagedKVCache:
             num_pages, page_size, max_seqlen=max_seqlen, max_requests=max_requests, prefix_sharing=prefix_sharing
         )
         shape = (num_layers, self.book.pages.num_pages, self.book.page_size, num_kv_heads)
-        # Scales of e4m3 pages: one for each (layer, page, head).
+        # Scales of 8-bit pages, see new_scales.
         self._scales: tuple[Tensor, Tensor] | None = None
         # Inference tensors could only be written in inference mode.
         with torch.inference_mode(False):
             self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
             self.v = torch.empty((*shape, width_v), dtype=dtype, device=device)
-            if dtype == torch.float8_e4m3fn:
-                k_scale, v_scale = (new_scales(num_layers, shape[1], num_kv_heads, self.device) for _ in range(2))
+            if dtype in (torch.float8_e4m3fn, torch.int8):
+                rows = self.book.page_size if dtype == torch.int8 else None
+                k_scale, v_scale = (new_scales(num_layers, shape[1], num_kv_heads, self.device, rows) for _ in range(2))
                 self._scales = k_scale, v_scale
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
         self._step: Step | None = None
@@ -311,12 +313,16 @@ class PagedKVCache:
         return self.k[number], self.v[number]
 
     def attended(self, layer: int = 0) -> tuple[Tensor | Fp8Tensor, Tensor | Fp8Tensor]:
-        """K and V of a layer as `attention_paged` takes them: e4m3 pages with their scales."""
+        """K and V of a layer as `attention_paged` takes them: 8-bit pages with their scales."""
         k_pages, v_pages = self.pages(layer)
         if self._scales is None:
             return k_pages, v_pages
-        k_scale, v_scale = (scale[layer][..., None] for scale in self._scales)
-        return Fp8Tensor(k_pages, k_scale, "page", "paged"), Fp8Tensor(v_pages, v_scale, "page", "paged")
+        k_scale, v_scale = (scale[layer] for scale in self._scales)
+        if k_pages.dtype == torch.int8:
+            k_tokens = Fp8Tensor(k_pages, k_scale, "token", "paged", block=1)
+            return k_tokens, Fp8Tensor(v_pages, v_scale, "token", "paged", block=1)
+        k_whole = Fp8Tensor(k_pages, k_scale[..., None], "page", "paged")
+        return k_whole, Fp8Tensor(v_pages, v_scale[..., None], "page", "paged")
 
     def block_table(self) -> Tensor:
         """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns).

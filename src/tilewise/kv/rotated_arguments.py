@@ -130,7 +130,12 @@ def _check_dtypes(given: dict[str, View]) -> None:
     pages = given["k_pages"].dtype
     expected: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(given, DTYPES)
     expected |= dict.fromkeys(("k", "v", "out"), (given["q"].dtype,))
-    expected |= {"k_pages": (*DTYPES, E4M3), "v_pages": (pages,), "slots": (torch.int64,), "positions": INTEGERS}
+    expected |= {
+        "k_pages": (*DTYPES, E4M3, torch.int8),
+        "v_pages": (pages,),
+        "slots": (torch.int64,),
+        "positions": INTEGERS,
+    }
     expected |= dict.fromkeys(("k_scale", "v_scale"), (torch.float32,))
     for name, view in given.items():
         if view.dtype not in expected[name]:
@@ -141,7 +146,17 @@ def _check_dtypes(given: dict[str, View]) -> None:
 
 def _check_scales(given: dict[str, View]) -> None:
     pages = given["k_pages"]
-    is_e4m3, num_pages, heads = pages.dtype == E4M3, pages.shape[0], pages.shape[2]
+    is_e4m3, (num_pages, page_size, heads, _) = pages.dtype == E4M3, pages.shape
+    if pages.dtype == torch.int8:
+        for name in ("k_scale", "v_scale"):
+            wanted = (num_pages, heads, page_size)
+            strides = (heads * page_size, page_size, 1)
+            if name not in given or given[name].shape != wanted or not _has_strides(given[name], strides):
+                got = f"{given[name].shape}, strides {given[name].strides}" if name in given else None
+                fix = "int8 pages have one scale for each token and head, which is written with the row."
+                raise InvalidProblem(name, f"contiguous {wanted} of int8 pages", got, fix)
+        _check_channels(given)
+        return
     for name in ("k_scale", "v_scale"):
         if (name in given) != is_e4m3:
             expected = "the scales of e4m3 pages" if is_e4m3 else f"None, as pages are {pages.dtype}"
@@ -161,9 +176,18 @@ def _check_scales(given: dict[str, View]) -> None:
     if kinds[0] != kinds[1]:
         shapes = f"{tuple(given['k_scale'].shape)} and {tuple(given['v_scale'].shape)}"
         raise InvalidProblem("v_scale", "scales of the kind of k_scale", shapes, "Both are given, or both grow.")
+    if kinds[0]:
+        _check_channels(given)
+
+
+def _has_strides(view: View, strides: tuple[int, ...]) -> bool:
+    return all(size <= 1 or a == b for size, a, b in zip(view.shape, view.strides, strides, strict=True))
+
+
+def _check_channels(given: dict[str, View]) -> None:
     for name in ("k_pages", "v_pages"):
-        if kinds[0] and given[name].strides[-1] != 1 and given[name].shape[-1] > 1:
-            fix = "Scales that grow need channels next to each other."
+        if given[name].strides[-1] != 1 and given[name].shape[-1] > 1:
+            fix = "Scales that are written need channels next to each other."
             raise InvalidProblem(name, "a last stride of 1", given[name].strides, fix)
 
 

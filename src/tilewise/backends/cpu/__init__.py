@@ -133,7 +133,7 @@ class CpuBackend:
     def append_quantised(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, k_scale: Tensor, v_scale: Tensor, slots: Tensor
     ) -> None:
-        """Writes rows of K and V into slots of e4m3 pages: see tilewise.kv.quantised."""
+        """Writes rows of K and V into slots of e4m3 or int8 pages: see tilewise.kv.quantised."""
         from tilewise.backends.cpu import launch_pages
 
         launch_pages.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)

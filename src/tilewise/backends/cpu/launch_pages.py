@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 
+import torch
 from torch import Tensor
 
 from tilewise.backends.cpu import threads
@@ -16,7 +17,8 @@ from tilewise.backends.cpu.launch import DTYPES
 from tilewise.backends.cpu.params import COUNTER_FIELDS
 
 # Number of new rows, their slots, page size and heads; then for K and for V: source, its token and head strides, pages,
-# their page, slot and head strides, elements of a head (bytes if copied), the source's dtype, scales (pages, heads).
+# their page, slot and head strides, elements of a head (bytes if copied), the source's dtype, scales: (pages, heads) of
+# e4m3, (pages, heads, page size) of int8.
 NUM_ROWS, SLOTS, PAGE_SIZE, NUM_HEADS = range(4)
 K, V = 4, 14
 SOURCE, SOURCE_ROW, SOURCE_HEAD, PAGES, PAGES_PAGE, PAGES_SLOT, PAGES_HEAD, SIZE, DTYPE, SCALES = range(10)
@@ -41,7 +43,8 @@ def append_quantised(
 ) -> None:
     """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
     fields = (*_written(k, k_pages, k_scale), *_written(v, v_pages, v_scale))
-    _write("append_quantised", k, k_pages, slots, fields, (k.numel() + v.numel()) // QUANTISED_ELEMENTS)
+    name = "append_int8" if k_pages.dtype == torch.int8 else "append_quantised"
+    _write(name, k, k_pages, slots, fields, (k.numel() + v.numel()) // QUANTISED_ELEMENTS)
 
 
 def _write(name: str, k: Tensor, pages: Tensor, slots: Tensor, fields: tuple[int, ...], more_threads: int) -> None:
