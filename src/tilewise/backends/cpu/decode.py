@@ -80,12 +80,16 @@ def _sums_of_lanes(e: Emitter, vectors: list[Value]) -> Value:
     return current[0]
 
 
-def _scale(e: Emitter, code: int, address: Value, lanes: int | None = None) -> Value | None:
-    """A vector of the factor of 8-bit codes whose scale is at an address; None for other dtypes."""
-    if code not in (E4M3, INT8):
-        return None
-    scale = e.load(address, F32)
-    return e.splat(e.b.fmul(scale, ir.Constant(F32, E4M3_UNIT)) if code == E4M3 else scale, lanes)
+def _shared_scale(e: Emitter, code: int, scale: Value) -> Value | None:
+    """The factor of e4m3 numbers, which share a scale: applied as they are loaded, it gives the bits of dequantised
+    rows. None for other dtypes.
+    """
+    return e.b.fmul(e.load(scale, F32), ir.Constant(F32, E4M3_UNIT)) if code == E4M3 else None
+
+
+def _own_scale(e: Emitter, code: int, scale: Value, lanes: int | None = None) -> Value | None:
+    """A vector of the scale of one row of int8, which is applied to sums and weights. None for other dtypes."""
+    return e.splat(e.load(scale, F32), lanes) if code == INT8 else None
 
 
 def _store_sums(e: Emitter, sums: list[Value], out: Value, first_key: int, rows: int, scales: list[Value]) -> None:
@@ -117,7 +121,7 @@ def stream_scores(
     scale_stride: Value,
 ) -> None:
     """s[num_keys][num_rows of panel] = k[num_keys][dim] . q[num_rows][dim]; dim is a multiple of lanes, rows at `ahead`
-    are prefetched. `scale` is the address of the scales of 8-bit keys, `scale_stride` bytes apart.
+    are prefetched. `scale` is the address of the scale of e4m3 keys, or of those of int8, `scale_stride` bytes apart.
     """
     b = e.b
 
@@ -126,6 +130,7 @@ def stream_scores(
         k_rows = e.rows(b.add(k, b.mul(key, k_stride)), k_stride, keys)
         q_rows = e.rows(b.add(q, b.mul(row, q_stride)), q_stride, rows)
         ahead_rows = e.rows(b.add(ahead, b.mul(key, ahead_stride)), ahead_stride, keys)
+        factor = _shared_scale(e, code, scale)
 
         def step(vectors: int, first: Value, *acc: Value) -> list[Value]:
             sums = list(acc)
@@ -134,7 +139,7 @@ def stream_scores(
                 e.prefetch(b.add(place, offset))
             for u in range(0, vectors, TOGETHER):
                 at, count = e.i64(u * e.lanes * item), min(TOGETHER, vectors - u)
-                loaded = [e.load_many_as_f32(b.add(b.add(row, offset), at), code, count) for row in k_rows]
+                loaded = [e.load_many_as_f32(b.add(b.add(row, offset), at), code, count, factor) for row in k_rows]
                 for w, (r, place) in itertools.product(range(count), enumerate(q_rows)):
                     query = e.load(e.at(e.at(place, first), (u + w) * e.lanes))
                     for n in range(keys):
@@ -150,7 +155,7 @@ def stream_scores(
             sums = e.positive(rest, e.lanes, lambda d, *acc: step(1, b.add(whole, d), *acc), sums)
         out = e.at(b.add(s, b.mul(key, e.i64(4 * e.isa.panel))), row)
         scale_places = e.rows(b.add(scale, b.mul(key, scale_stride)), scale_stride, keys)
-        scales = [_scale(e, code, place, rows) for place in scale_places]
+        scales = [_own_scale(e, code, place, rows) for place in scale_places]
         for first in range(0, keys * rows, e.lanes):
             _store_sums(e, sums[first : first + e.lanes], out, first // rows, rows, scales)
 
@@ -192,6 +197,7 @@ def stream_values(
         first = b.mul(strip, e.i64(e.lanes))
         offset = b.mul(first, e.i64(item))
         acc_rows = e.rows(e.at(b.add(acc, b.mul(row, acc_stride)), first), acc_stride, rows)
+        factor = _shared_scale(e, code, scale)
         start = []
         for r, place in enumerate(acc_rows):
             decay = e.broadcast(e.at(e.at(alpha, row), r))
@@ -203,12 +209,12 @@ def stream_values(
             ahead_row = b.add(b.add(ahead, b.mul(n, ahead_stride)), offset)
             for line in range(0, vectors * e.lanes * item, CACHE_LINE):
                 e.prefetch(b.add(ahead_row, e.i64(line)))
-            values = e.load_many_as_f32(v_row, code, vectors)
-            factor = _scale(e, code, b.add(scale, b.mul(n, scale_stride)))
+            values = e.load_many_as_f32(v_row, code, vectors, factor)
+            own = _own_scale(e, code, b.add(scale, b.mul(n, scale_stride)))
             weights = e.at(b.add(p, b.mul(n, e.i64(4 * e.isa.panel))), row)
             for r in range(rows):
                 weight = e.broadcast(e.at(weights, r))
-                weight = weight if factor is None else b.fmul(weight, factor)
+                weight = weight if own is None else b.fmul(weight, own)
                 for j in range(vectors):
                     current[r * vectors + j] = e.fma(values[j], weight, current[r * vectors + j])
             return current
@@ -254,9 +260,9 @@ def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count
 @driver
 def part_length(p: int, tensor: int, row: int, end: int) -> int:
     """Keys to read from one head before the next: a run, or a few of its rows if heads are adjacent in a row. Rows of a
-    run share a scale, or have one each.
+    run share a scale, those of int8 have one each.
     """
-    run = stride_run(p, row, end) if scale_step(p, tensor) != 0 else run_length(p, tensor, row, end)
+    run = stride_run(p, row, end) if field(p, f.KV_DTYPE) == INT8 else run_length(p, tensor, row, end)
     return min(run, ROWS_AT_ONCE) if field(p, f.K_HEAD) < field(p, f.K_ROW) else run
 
 

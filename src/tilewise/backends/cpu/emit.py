@@ -268,16 +268,14 @@ class Emitter:
             return b.bitcast(b.shl(b.zext(halves, words), self.i32s(16, count)), floats)
         return self._half_to_float(halves)
 
-    def load_many_as_f32(self, address: Value, dtype: int, count: int) -> list[Value]:
-        """`count` vectors, as `load_as_f32` makes them without a factor; e4m3 two at a time, as it is shifted in 16-bit
-        lanes.
-        """
+    def load_many_as_f32(self, address: Value, dtype: int, count: int, factor: Value = None) -> list[Value]:
+        """`count` vectors, as `load_as_f32` makes them; e4m3 two at a time, as it is shifted in 16-bit lanes."""
         b, lanes, item = self.b, self.lanes, ITEM_BYTES[dtype]
         at_once = 2 if dtype == E4M3 else 1
         found = []
         for first in range(0, count, at_once):
             number = min(at_once, count - first)
-            both = self.load_as_f32(b.add(address, self.i64(first * lanes * item)), dtype, number * lanes)
+            both = self.load_as_f32(b.add(address, self.i64(first * lanes * item)), dtype, number * lanes, factor)
             picks = [ir.Constant(self.int_vector, list(range(n * lanes, (n + 1) * lanes))) for n in range(number)]
             found += [b.shuffle_vector(both, both, pick) for pick in picks]
         return found
