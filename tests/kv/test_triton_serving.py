@@ -47,7 +47,7 @@ def test_the_kernels_compile_without_a_gpu_and_move_16_bytes_a_thread(device: st
 def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int, page_size: int) -> None:
     from tilewise.backends.gpu import compilation
     from tilewise.backends.gpu.launching import raw_views
-    from tilewise.backends.triton.serving import append_calls
+    from tilewise.backends.triton.serving import append_calls, append_int8_calls
 
     spec = devices.named(device)
     new, pages = torch.zeros(rows, 8, 128).bfloat16(), torch.zeros(4, page_size, 8, 128).to(torch.float8_e4m3fn)
@@ -56,6 +56,10 @@ def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int
     (call,) = append_calls((rows, 8, 128, 128, page_size, spec.has_fp8), views)
     ptx = compilation.compile_call(call, spec, -1).asm["ptx"]
     assert ("e4m3" in ptx) == spec.has_fp8
+    pages, scale = pages.view(torch.int8), torch.zeros(4, 8, page_size)
+    views = raw_views((new, new, pages, pages, scale, scale, slots))
+    (call,) = append_int8_calls((rows, 8, 128, 128, page_size, spec.has_fp8), views)
+    assert "st.global" in compilation.compile_call(call, spec, -1).asm["ptx"]
 
 
 @inside
