@@ -255,7 +255,7 @@ class Explaining(Protocol):
     """A backend that tells `explain()` more about a problem."""
 
     def fp8_path(self, problem: AttentionProblem) -> str:
-        """How e4m3 operands are computed."""
+        """How 8-bit operands are computed."""
 
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Sums without a fixed order, if any: they make results differ in their last bits between runs."""
