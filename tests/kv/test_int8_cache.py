@@ -11,6 +11,7 @@ from tilewise.fp8.rounding import encode_rows
 from tilewise.kv.quantised import append_quantised, new_scales
 
 HEADS, DIM = 2, 16
+Attended = torch.Tensor | fp8.Fp8Tensor
 CPU = torch.device("cpu")
 
 
@@ -174,8 +175,8 @@ def test_refusals() -> None:
     table, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
     q = torch.randn(1, 4, DIM)
 
-    def call(q: object, k: object, v: object) -> None:
-        tw.attention_paged(q, k, v, table, lengths)  # type: ignore[arg-type]
+    def call(q: Attended, k: Attended, v: Attended) -> None:
+        tw.attention_paged(q, k, v, table, lengths)
 
     with pytest.raises(InvalidProblem, match=r"k_pages.*quantize_pages"):
         call(q, k.data, v.data)

@@ -146,17 +146,10 @@ def _check_dtypes(given: dict[str, View]) -> None:
 
 def _check_scales(given: dict[str, View]) -> None:
     pages = given["k_pages"]
-    is_e4m3, (num_pages, page_size, heads, _) = pages.dtype == E4M3, pages.shape
     if pages.dtype == torch.int8:
-        for name in ("k_scale", "v_scale"):
-            wanted = (num_pages, heads, page_size)
-            strides = (heads * page_size, page_size, 1)
-            if name not in given or given[name].shape != wanted or not _has_strides(given[name], strides):
-                got = f"{given[name].shape}, strides {given[name].strides}" if name in given else None
-                fix = "int8 pages have one scale for each token and head, which is written with the row."
-                raise InvalidProblem(name, f"contiguous {wanted} of int8 pages", got, fix)
-        _check_channels(given)
+        _check_token_scales(given)
         return
+    is_e4m3, num_pages, heads = pages.dtype == E4M3, pages.shape[0], pages.shape[2]
     for name in ("k_scale", "v_scale"):
         if (name in given) != is_e4m3:
             expected = "the scales of e4m3 pages" if is_e4m3 else f"None, as pages are {pages.dtype}"
@@ -180,8 +173,19 @@ def _check_scales(given: dict[str, View]) -> None:
         _check_channels(given)
 
 
-def _has_strides(view: View, strides: tuple[int, ...]) -> bool:
-    return all(size <= 1 or a == b for size, a, b in zip(view.shape, view.strides, strides, strict=True))
+def _check_token_scales(given: dict[str, View]) -> None:
+    num_pages, page_size, heads, _ = given["k_pages"].shape
+    shape, strides = (num_pages, heads, page_size), (heads * page_size, page_size, 1)
+    for name in ("k_scale", "v_scale"):
+        view = given.get(name)
+        is_dense = view is not None and view.shape == shape
+        if view is not None and is_dense:
+            is_dense = all(n <= 1 or a == b for n, a, b in zip(shape, view.strides, strides, strict=True))
+        if not is_dense:
+            got = None if view is None else f"{tuple(view.shape)}, strides {view.strides}"
+            fix = "int8 pages have one scale for each token and head, which is written with the row."
+            raise InvalidProblem(name, f"contiguous {shape} of int8 pages", got, fix)
+    _check_channels(given)
 
 
 def _check_channels(given: dict[str, View]) -> None:
