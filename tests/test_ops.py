@@ -119,12 +119,13 @@ def test_compile_varlen_paged_and_dropout() -> None:
     torch.testing.assert_close(run(q, k, v, table, lengths), tw.attention_paged(q, k, v, table, lengths))
 
 
-def test_compile_pages_in_e4m3_and_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_pages_in_8_bits_and_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)  # at any size
     q, k, v = (randn(*shape, grad=False, seed=i) for i, shape in enumerate(((2, 4, 8), (6, 4, 2, 8), (6, 4, 2, 8))))
     table, lengths = torch.tensor([[0, 1], [0, 5]], dtype=torch.int32), int32(6, 5)
     narrow = [fp8.quantize_pages(t.bfloat16()) for t in (k, v)]
+    tokens = [fp8.quantize_pages(t.bfloat16(), dtype=torch.int8) for t in (k, v)]
     shared = cascade.SharedPrefix(
         groups=(cascade.Group(2, 2, 4),), block_table=table[:1, :1], seqlens_k=int32(4), cu_seqlens_q=int32(0, 2),
         rows=None, own_table=table[:, 1:], own_seqlens=lengths - 4,
@@ -132,6 +133,7 @@ def test_compile_pages_in_e4m3_and_shared_prefixes(monkeypatch: pytest.MonkeyPat
     runs: list[Callable[[Tensor], Any]] = [
         lambda q: tw.attention_paged(q.bfloat16(), narrow[0], narrow[1], table, lengths),
         lambda q: tw.attention_paged(q * 2, k, v, table, lengths, shared_prefix=shared),
+        lambda q: tw.attention_paged(q.bfloat16(), tokens[0], tokens[1], table, lengths, shared_prefix=shared),
     ]
     for run in runs:
         torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(q), run(q))

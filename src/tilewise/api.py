@@ -74,7 +74,7 @@ __all__ = [
     "unregister_backend",
 ]
 
-# q, k and v may be tensors, or e4m3 data with its scales.
+# q, k and v may be tensors, or e4m3 data (of pages also int8) with its scales.
 Attended = Tensor | Fp8Tensor
 # The index tensors (the operands between v and bias) of a call that has none.
 NO_INDICES = (None,) * Operands._fields.index("bias")

@@ -1,6 +1,6 @@
-"""FP8 operands as plain tensors, for kernels that compute in 16 or 32 bits.
+"""Quantised operands as plain tensors, for kernels that compute in 16 or 32 bits.
 
-Only pages named by the table are converted, into new pages; the cache itself stays in e4m3.
+Only pages named by the table are converted, into new pages; the cache itself stays in 8 bits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ UNNAMED = {"q_scale": None, "k_scale": None, "v_scale": None}
 
 
 def dequantised(problem: AttentionProblem, operands: Operands, dtype: torch.dtype) -> tuple[AttentionProblem, Operands]:
-    """The problem in `dtype` and matching canonical operands. A problem without FP8 is returned unchanged."""
+    """The problem in `dtype` and matching canonical operands. One without scales is returned unchanged."""
     if not problem.fp8:
         return problem, operands
-    plain = dataclasses.replace(problem, fp8=(), scale_blocks=(None, None, None), dtype=dtype, latent=False)
+    plain = dataclasses.replace(problem, fp8=(), int8=False, scale_blocks=(None, None, None), dtype=dtype, latent=False)
     q_block, k_block, v_block = problem.scale_blocks
     q = _rows(problem, operands.q, operands.q_scale, q_block, _query_starts(problem, operands))
     if problem.page_size is not None:
@@ -62,7 +62,7 @@ def _rows(
 
 
 def _pages(data: Tensor, scale: Tensor | None) -> Tensor:
-    return data if scale is None else data.float() * scale[:, None, :, :]
+    return data if scale is None else data.float() * scale.transpose(1, 2)[..., None]
 
 
 def _named_pages(problem: AttentionProblem, operands: Operands) -> tuple[AttentionProblem, Operands]:

@@ -72,8 +72,8 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
     require(name, "TILEWISE_BACKEND" if requested == "auto" else "backend")
     if problem.fp8 and (problem.needs_grad or problem.higher):
         raise Unsupported(
-            "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Call it under torch.no_grad(), "
-            "or pass bf16 or fp16 tensors"
+            f"gradients through {'int8' if problem.int8 else 'FP8'} inputs are not computed: rounding to "
+            f"{problem.codes} has none. Call it under torch.no_grad(), or pass bf16 or fp16 tensors"
         )
     return (_select if here else _select.__wrapped__)(problem, device, name, here)
 

@@ -37,7 +37,8 @@ class Operands(NamedTuple):
     tile_bits: Tensor | None = None
     tile_lists: Tensor | None = None
     seed: Tensor | None = None
-    # Scales of e4m3 operands: fp32 (batch, heads, blocks), of pages (pages, heads, 1); see tilewise.fp8.
+    # Scales of e4m3 operands: fp32 (batch, heads, blocks), of pages (pages, heads, 1), of int8 pages (pages, heads,
+    # page_size); see tilewise.fp8.
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None

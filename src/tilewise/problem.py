@@ -30,12 +30,12 @@ class AttentionProblem:
     For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`, `total_k`
     count the stored rows (for paged keys: every slot of every page). `dropout_origin` marks a part of a larger problem:
     the seed is followed by the batch entry, head, row and key (a multiple of 4) at which dropout starts counting.
-    `tiles_shape` is the shape of a tile mask's map. `fp8` names the operands in e4m3 with scales, ("k", "v") or ("q",
-    "k", "v"); `scale_blocks` are the rows of q, k, v that share a scale (None: all rows of a head; of pages, a page's);
-    `dtype` is then the result's. `higher` asks for a pass beyond the backward: a tangent (jvp) or a second derivative.
-    `max_logits` asks for the largest score of each head. `batch_invariant`: the bits of a sequence's results may not
-    depend on the other sequences, their number or the device's size. `latent`: v is a view of k's first columns, so a
-    kernel may read both at once.
+    `tiles_shape` is the shape of a tile mask's map. `fp8` names the operands in 8 bits with scales, ("k", "v") or ("q",
+    "k", "v"): e4m3, or with `int8` pages in int8. `scale_blocks` are the rows of q, k, v that share a scale (None: all
+    rows of a head; of pages, a page's; 1 for int8 pages); `dtype` is then the result's. `higher` asks for a pass beyond
+    the backward: a tangent (jvp) or a second derivative. `max_logits` asks for the largest score of each head.
+    `batch_invariant`: the bits of a sequence's results may not depend on the other sequences, their number or the
+    device's size. `latent`: v is a view of k's first columns, so a kernel may read both at once.
     """
 
     kind: Kind
@@ -67,6 +67,7 @@ class AttentionProblem:
     needs_grad: bool = False
     dropout_origin: bool = False
     fp8: tuple[str, ...] = ()
+    int8: bool = False
     scale_blocks: tuple[int | None, int | None, int | None] = (None, None, None)
     higher: bool = False
     max_logits: bool = False
@@ -89,6 +90,11 @@ class AttentionProblem:
         if not self.causal:
             return self.window_left, self.window_right
         return self.window_left, 0 if self.window_right is None else min(0, self.window_right)
+
+    @property
+    def codes(self) -> str:
+        """The 8-bit numbers of the operands in `fp8`, for reports."""
+        return "int8" if self.int8 else "e4m3"
 
     @property
     def accumulate_dtype(self) -> torch.dtype:
@@ -126,7 +132,8 @@ class AttentionProblem:
             "tile mask": self.tiles_shape is not None,
             "sinks": self.has_sinks,
             "dropout": self.dropout > 0.0,
-            "fp8": bool(self.fp8),
+            "fp8": bool(self.fp8) and not self.int8,
+            "int8": self.int8,
             "max_logits": self.max_logits,
             "batch-invariant": self.batch_invariant,
             "latent": self.latent,

@@ -63,6 +63,11 @@ CASES = {
     "e4m3_odd_head_dim": Case(**DENSE | {"fp8": "kv", "head_dim": 33, "head_dim_v": 31}),
     "e4m3_pages_of_16": Case(**PAGED | {"fp8": "kv"}),
     "e4m3_pages_of_128": Case(**PAGED | {"fp8": "kv", "page_size": 128, "dtype": FP16, "head_dim_v": 24}),
+    "int8_pages_of_16": Case(**PAGED | {"fp8": "int8", "window": (250, 0), "sinks": True}),
+    "int8_pages_of_128": Case(**PAGED | {"fp8": "int8", "page_size": 128, "dtype": FP16, "head_dim_v": 24}),
+    "int8_odd_head_dim": Case(**PAGED | {"fp8": "int8", "head_dim": 33, "head_dim_v": 31}),
+    "int8_fp32_q": Case(**PAGED | {"fp8": "int8", "dtype": FP32, "decode": False, "seqlens_q": (3, 1, 2)}),
+    "latent_int8": Case(**PAGED | LATENT | {"fp8": "int8", "page_size": 64}),
     "latent_rows": Case(**PAGED | LATENT | {"num_heads": 70, "page_size": 64, "sinks": True}),
     "latent_tokens": Case(**PAGED | LATENT | {"decode": False, "seqlens_q": (3, 0, 2), "window": (90, 0)}),
     "latent_dense": Case(**DENSE | LATENT | {"seqlens_q": (5, 5), "causal": True, "head_dim": 70, "head_dim_v": 35}),
@@ -76,7 +81,7 @@ CASES = {
 # Every loader once, with something else special about each.
 ORDINARY = (
     "dense_window_sinks", "few_tokens", "pages_of_16", "pages_of_3_packed", "e4m3_blocks", "e4m3_pages_of_128",
-    "latent_rows", "latent_tokens", "latent_e4m3",
+    "int8_pages_of_16", "int8_pages_of_128", "latent_rows", "latent_tokens", "latent_e4m3",
 )  # fmt: skip
 
 
@@ -122,6 +127,44 @@ def test_interpreted_scales_may_differ_by_orders_of_magnitude(page_size: int, dt
     expected = exact(k, v, q, 300)
     errors = (paged_call(k, v, q, 300).double() - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert float(errors.max()) < limit
+
+
+@only_interpreted
+@pytest.mark.parametrize(("page_size", "dtype", "limit"), [(16, BF16, 2.0**-7), (128, FP16, 2.0**-10)])
+def test_interpreted_int8_scales_may_differ_from_token_to_token(
+    page_size: int, dtype: torch.dtype, limit: float
+) -> None:
+    torch.manual_seed(0)
+    pages = 320 // page_size + 2
+    x = torch.randn(2, pages, page_size, 2, 32)
+    x[1] *= 10.0 ** torch.linspace(-3, 4, pages * page_size)[torch.randperm(pages * page_size)].view(pages, -1, 1, 1)
+    k, v = (fp8.quantize_pages(t, dtype=torch.int8) for t in x)
+    q = torch.randn(1, 4, 32).to(dtype) * 30
+    expected = exact(k, v, q, 300)
+    errors = (paged_call(k, v, q, 300).double() - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert float(errors.max()) < limit
+
+
+@only_interpreted
+@pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=pytest.mark.exhaustive)])
+def test_interpreted_scales_of_unread_tokens_change_nothing(page_size: int) -> None:
+    torch.manual_seed(0)
+    pages = 320 // page_size + 3
+    k, v = (fp8.quantize_pages(torch.randn(pages, page_size, 2, 32), dtype=torch.int8) for _ in range(2))
+    q = torch.randn(1, 4, 32, dtype=BF16)
+    clean = paged_call(k, v, q, 300)
+    last = pages - -(-300 // page_size)
+    for t in (k, v):
+        t.scale[0] = torch.nan  # a page that the table does not name
+        t.scale[last, :, 300 % page_size :] = torch.nan  # slots past the end
+    assert torch.equal(paged_call(k, v, q, 300), clean)
+    for t in (k, v):
+        before = t.scale[pages - 1, 1, 5].clone()
+        t.scale[pages - 1, 1, 5] = torch.nan
+        broken = paged_call(k, v, q, 300)
+        assert torch.equal(broken[:, :2], clean[:, :2])
+        assert bool(broken[:, 2:].isnan().all())
+        t.scale[pages - 1, 1, 5] = before
 
 
 @only_interpreted
@@ -172,44 +215,79 @@ def test_arithmetic_for_gpus_without_the_instruction_is_exact() -> None:
             assert np.array_equal(found, codes[(source >> np.uint32(shift)) & np.uint32(0xFF)], equal_nan=True)
 
 
-def decoding(page_size: int | None, *, e4m3: bool, dtype: torch.dtype = BF16, head_dim: int = 128) -> AttentionProblem:
+def halves(bits: Any) -> Any:
+    """Both halves of words as fp16 numbers."""
+    return bits.astype(np.uint32).view(np.float16).reshape(-1, 2)
+
+
+def test_int8_is_widened_exactly() -> None:
+    """Every pair of codes in both halves of a word, through the very text that is compiled for them."""
+    pairs = np.arange(65536, dtype=np.uint32)
+    registers: dict[str, Any] = {"$2": pairs | (pairs[::-1] << np.uint32(16))}
+
+    def value(name: str) -> Any:
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    for line in quantised.FROM_INT8.value.splitlines()[2:-1]:
+        action, target, *sources = line.strip(" ;").replace(",", "").split()
+        x = [value(name) for name in sources]
+        if action == "mov.b32":
+            registers[target] = np.full_like(pairs, x[0])
+        elif action == "xor.b32":
+            registers[target] = x[0] ^ x[1]
+        elif action == "prmt.b32":
+            both = x[0].astype(np.uint64) | (np.uint64(x[1]) << np.uint64(32))
+            picked = [(both >> np.uint64(8 * (int(x[2]) >> 4 * n & 7))) & np.uint64(0xFF) for n in range(4)]
+            registers[target] = sum(byte << np.uint64(8 * n) for n, byte in enumerate(picked)).astype(np.uint32)
+        else:
+            assert action == "sub.rn.f16x2"
+            registers[target] = halves(x[0]) - halves(x[1])
+    codes = np.arange(256, dtype=np.uint8).view(np.int8)
+    for name, shift in (("$0", 0), ("$1", 8)):
+        for half, source in ((0, pairs), (1, pairs[::-1])):
+            assert np.array_equal(registers[name][:, half], codes[(source >> np.uint32(shift)) & np.uint32(0xFF)])
+
+
+def decoding(page_size: int | None, *, codes: str, dtype: torch.dtype = BF16, head_dim: int = 128) -> AttentionProblem:
     """32 query and 8 K/V heads, 16 sequences of 8192 keys."""
     return AttentionProblem(
         kind="dense" if page_size is None else "paged", dtype=dtype, batch=16, seqlen_q=1, seqlen_k=8192, total_q=16,
         total_k=16 * 8192, num_heads=32, num_kv_heads=8, head_dim=head_dim, head_dim_v=head_dim, scale=head_dim**-0.5,
-        page_size=page_size, fp8=("k", "v") if e4m3 else (),
+        page_size=page_size, fp8=("k", "v") if codes else (), int8=codes == "int8",
+        scale_blocks=(None, 1, 1) if codes == "int8" else (None, None, None),
     )  # fmt: skip
 
 
 # Bytes of registers through memory where they are bounded: e4m3 from pages of 16 spills 56 on an H200 and reads as of
-# 8073 GB/s so, 7650 unbounded.
-SPILL_LIMIT = 128
+# 8073 GB/s so, 7650 unbounded. int8 has a scale for each key whatever the pages are; it spills 152 on an A100.
+SPILL_LIMIT = {"": 0, "e4m3": 128, "int8": 160}
 # Every loader once in the fast run; the rest with `-m exhaustive`.
-SAMPLED = {("h200", 256, False), ("h200", 16, True), ("a100", 16, True)}
+SAMPLED = {("h200", 256, ""), ("h200", 16, "e4m3"), ("a100", 16, "e4m3"), ("h200", 64, "int8")}
 COMPILED = [
     pytest.param(*choice, id="-".join(map(str, choice)), marks=() if choice in SAMPLED else pytest.mark.exhaustive)
-    for choice in itertools.product(("h200", "a100"), (None, 16, 64, 256), (False, True))
+    for choice in itertools.product(("h200", "a100"), (None, 16, 64, 256), ("", "e4m3", "int8"))
+    if choice[1:] != (None, "int8")
 ]
 
 
 @pytest.mark.slow
 @only_compiled
-@pytest.mark.parametrize(("device", "page_size", "e4m3"), COMPILED)
-def test_compiled_decoding_keeps_its_pipeline(device: str, page_size: int | None, e4m3: bool) -> None:
+@pytest.mark.parametrize(("device", "page_size", "codes"), COMPILED)
+def test_compiled_decoding_keeps_its_pipeline(device: str, page_size: int | None, codes: str) -> None:
     """Pages and scales are looked up without taking a stage away from the tiles of K and V, nothing spills, and 8-bit
     tiles are not read byte by byte.
     """
     spec = devices.named(device)
-    call = launch.calls_of(decoding(page_size, e4m3=e4m3), spec)[0]
+    call = launch.calls_of(decoding(page_size, codes=codes), spec)[0]
     compiled = compilation.compile_call(call, spec, -1)
-    tile = call.arguments["BLOCK_N"] * 128 * (1 if e4m3 else 2)
+    tile = call.arguments["BLOCK_N"] * 128 * (1 if codes else 2)
     assert compiled.metadata.shared >= 2 * (call.num_stages - 1) * tile
     assert compiled.metadata.shared <= spec.smem_bytes
     registers, spilled = assembled(compiled.asm["ptx"])
     assert registers <= 255
-    assert spilled <= (SPILL_LIMIT if e4m3 and call.max_registers else 0)
+    assert spilled <= (SPILL_LIMIT[codes] if call.max_registers else 0)
     assert not re.search(r"ld\.shared\S*\.[bu]8 ", compiled.asm["ptx"])
-    assert ("cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]) == (e4m3 and spec.has_fp8)
+    assert ("cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]) == (codes == "e4m3" and spec.has_fp8)
 
 
 def assembled(ptx: str) -> tuple[int, int]:

@@ -45,6 +45,7 @@ RICH: dict[str, Any] = {
 PAGES: dict[str, Any] = {"kind": "paged", "page_size": 16, "seqlen_k": 320, "total_k": 3200}
 ONE_TOKEN: dict[str, Any] = {"seqlen_q": 1, "total_q": 1, "seqlen_k": 8192, "total_k": 8192}
 E4M3: dict[str, Any] = {**PAGES, "page_size": 64, "fp8": ("k", "v")}
+INT8: dict[str, Any] = {**E4M3, "int8": True, "scale_blocks": (None, 1, 1)}
 # 16 or 128 query heads on a latent. Its widths are its own, whatever the head dim.
 LATENT: dict[str, Any] = {
     **PAGES, **ONE_TOKEN, "page_size": 64, "num_heads": 128, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512,
@@ -69,6 +70,8 @@ CASES: dict[str, Case] = {
     "decode pages": Case({**PAGES, **ONE_TOKEN}, H200, (128,), (128,)),
     "decode e4m3": Case({**E4M3, **ONE_TOKEN, "page_size": 128}, H200, WIDTHS, (128,)),
     "decode e4m3 64": Case({**E4M3, **ONE_TOKEN}, H200, (64, 128)),
+    "decode int8": Case({**INT8, **ONE_TOKEN}, H200, WIDTHS, (128,)),
+    "decode int8 16": Case({**INT8, **ONE_TOKEN, "page_size": 16}, H200, (64, 128)),
     "latent": Case(LATENT, EVERYWHERE, (512,)),
     "latent of few heads": Case(FEW_HEADS, EVERYWHERE, (512,)),
     "latent of 32 rows": Case({**FEW_HEADS, **CAUSAL, "seqlen_q": 2, "total_q": 2}, H200, (512,)),
@@ -92,6 +95,7 @@ CASES: dict[str, Case] = {
     },
     "keys of 576": Case({**LATENT, "latent": False}, H200, (512,), (512,)),
     "e4m3": Case({**E4M3, **CAUSAL}, H200, WIDTHS, (128,)),
+    "int8": Case({**INT8, **CAUSAL}, H200, WIDTHS, (128,)),
     "mask and slopes": Case({**GRADIENTS, "mask_shape": (1, 1, 300, 300), "has_alibi": True}, H200, (64, 128)),
     "mask and dropout": Case({**GRADIENTS, "mask_shape": (1, 1, 300, 300), "dropout": 0.1}, H200, WIDTHS),
     "tile mask": Case({**GRADIENTS, **CAUSAL, "tiles_shape": (1, 4, 3, 3)}, H200, WIDTHS, (64, 128)),

@@ -24,6 +24,26 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, DIM_V = 8, 2, 64, 40
 
 
+@pytest.mark.parametrize("count", [64, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_the_bits_of_int8_are_those_of_the_cpu(dtype: torch.dtype, count: int) -> None:
+    torch.manual_seed(0)
+    num_pages, page_size = count // 8, 16
+    slots = torch.randperm(num_pages * page_size)[:count]
+    slots[::7] = -1
+    rows = [torch.randn(count, KV_HEADS, d) * 10.0 ** torch.linspace(-4, 4, count)[:, None, None] for d in (DIM, DIM_V)]
+    rows[0][1, 0, 3], rows[1][2, 1, 7], rows[1][3] = torch.nan, torch.inf, 0.0
+    found = []
+    for device in ("cpu", "cuda"):
+        pages = [torch.zeros(num_pages, page_size, KV_HEADS, d, dtype=torch.int8, device=device) for d in (DIM, DIM_V)]
+        scales = [new_scales(1, num_pages, KV_HEADS, torch.device(device), page_size)[0] for _ in pages]
+        k, v = (r.to(device, dtype) for r in rows)
+        append_quantised((k, v), (pages[0], pages[1]), (scales[0], scales[1]), slots.to(device))
+        found.append([t.cpu() for t in (*pages, *scales)])
+    for here, there in zip(*found, strict=True):
+        torch.testing.assert_close(there, here, atol=0, rtol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_the_bits_are_those_of_the_cpu(page_size: int, dtype: torch.dtype) -> None:

@@ -133,6 +133,27 @@ def test_the_kernel_writes_e4m3(scales: str, interleaved: bool, large: bool, req
 
 
 @inside
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(("interleaved", "rotary_dim"), [(False, 10), (True, 10), (False, DIM)])
+def test_the_kernel_writes_int8(
+    interleaved: bool, rotary_dim: int, large: bool, request: pytest.FixtureRequest
+) -> None:
+    if large:
+        request.getfixturevalue("many_rows")
+    k_scale, v_scale = (torch.full((PAGES, KV_HEADS, PAGE_SIZE), 2.0) for _ in range(2))
+    options = {"interleaved": interleaved, "norm_eps": 1e-6}
+    mine, theirs = both(options, page_dtype=torch.int8, rotary_dim=rotary_dim, k_scale=k_scale, v_scale=v_scale)
+    for a, b in zip(mine[1:3], theirs[1:3], strict=True):
+        # A value between two codes may fall to either.
+        assert float((a - b).abs().max()) <= 1
+        assert float((a == b).float().mean()) > 0.99
+    for a, b in zip(mine[3:], theirs[3:], strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=1e-6, equal_nan=True)
+    # Keys whose position is not in the table.
+    assert bool(mine[3].isnan().any())
+
+
+@inside
 def test_no_rows() -> None:
     none: dict[str, Any] = {
         name: torch.empty(0, heads, dim)
@@ -150,11 +171,13 @@ def test_no_rows() -> None:
         ("h200", 8192, False, "none", 128),
         ("h200", 64, False, "none", 128),
         ("h200", 64, True, "growing", 64),
+        ("h200", 64, True, "int8", 64),
+        ("h200", 8192, False, "int8", 128),
         ("a100", 8192, True, "given", 64),
         *(
             pytest.param(*p, marks=pytest.mark.exhaustive)
             for p in itertools.product(
-                ["h200", "a100", "b200"], [64, 8192], [False, True], ["none", "given", "growing"], [64, 128])
+                ["h200", "a100", "b200"], [64, 8192], [False, True], ["none", "given", "growing", "int8"], [64, 128])
         ),
     ],
 )  # fmt: skip
@@ -167,15 +190,18 @@ def test_the_kernel_compiles_without_a_gpu(
 
     spec = devices.named(device)
     q, k = torch.zeros(8, 32, 128).bfloat16(), torch.zeros(8, 8, 128).bfloat16()
-    pages, weight = torch.zeros(4, 64, 8, 128).to(BF16 if scales == "none" else E4M3), torch.zeros(128).bfloat16()
-    scale = {"none": None, "given": torch.zeros(1).expand(8), "growing": torch.zeros(4, 8)}[scales]
+    stored = {"none": BF16, "int8": torch.int8}.get(scales, E4M3)
+    pages, weight = torch.zeros(4, 64, 8, 128).to(stored), torch.zeros(128).bfloat16()
+    scale = {
+        "none": None, "given": torch.zeros(1).expand(8), "growing": torch.zeros(4, 8), "int8": torch.zeros(4, 8, 64),
+    }[scales]  # fmt: skip
     index, turns = torch.zeros(8, dtype=torch.int64), torch.zeros(100, rotary_dim)
     views = raw_views((q, k, k, q, pages, pages, index, index, turns, weight, weight, scale, scale))
-    grows, hardware = scales == "growing", spec.has_fp8
-    job = Job(rows, rows, 32, 8, 100, 64, 128, 128, rotary_dim, 1e-6, interleaved, False, grows, hardware)
+    kind, hardware = (scales == "growing", scales == "int8"), spec.has_fp8
+    job = Job(rows, rows, 32, 8, 100, 64, 128, 128, rotary_dim, 1e-6, interleaved, False, *kind, hardware)
     (call,) = rotate_calls(job, views)
     ptx = compilation.compile_call(call, spec, -1).asm["ptx"]
-    assert ("e4m3" in ptx) == (hardware and scales != "none")
+    assert ("e4m3" in ptx) == (hardware and stored == E4M3)
     if rotary_dim == 128 and scales == "none":
         # q, k and v are moved 16 bytes at a time: only indices and weights are loaded otherwise.
         assert ptx.count("ld.global.v4") >= 6

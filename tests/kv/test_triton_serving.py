@@ -57,7 +57,7 @@ def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int
     """Rows of 576 columns are latents, without V."""
     from tilewise.backends.gpu import compilation
     from tilewise.backends.gpu.launching import raw_views
-    from tilewise.backends.triton.serving import append_calls
+    from tilewise.backends.triton.serving import append_calls, append_int8_calls
 
     spec = devices.named(device)
     new, pages = torch.zeros(rows, 8, dim).bfloat16(), torch.zeros(4, page_size, 8, dim).to(torch.float8_e4m3fn)
@@ -66,6 +66,11 @@ def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int
     (call,) = append_calls((rows, 8, dim, 0 if dim > 512 else dim, page_size, spec.has_fp8), raw_views(given))
     compiled = compilation.compile_call(call, spec, -1)
     assert ("e4m3" in compiled.asm["ptx"]) == spec.has_fp8
+    if dim <= 512:
+        pages, scale = pages.view(torch.int8), torch.zeros(4, 8, page_size)
+        views = raw_views((new, new, pages, pages, scale, scale, slots))
+        (call,) = append_int8_calls((rows, 8, dim, dim, page_size, spec.has_fp8), views)
+        assert "st.global" in compilation.compile_call(call, spec, -1).asm["ptx"]
 
 
 @inside
@@ -116,6 +121,41 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(
         for a, b in zip((*mine, *scales[0]), (*theirs, *scales[1]), strict=True):
             assert torch.equal(a, b)
     assert scales[0][0].unique().numel() > 2
+
+
+@inside
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_the_int8_kernel_writes_the_bits_of_torch(
+    dtype: torch.dtype, prompts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots in any order, rows without one, NaN, infinities, zeros, ties, and magnitudes of all sizes."""
+    from tilewise.backends.gpu import launching
+    from tilewise.backends.triton import serving
+    from tilewise.fp8.rounding import encode_rows
+
+    monkeypatch.setattr(serving, "MANY_ROWS", 0 if prompts else 2048)
+    launching._described.cache_clear()
+    torch.manual_seed(2)
+    heads, num_pages, page_size = 2, 5, 6
+    slots = torch.randperm(num_pages * page_size)[:20]
+    slots[::6] = -1
+    new = [(torch.randn(20, heads, dim) * 10.0 ** torch.linspace(-4, 4, 20)[:, None, None]) for dim in (24, 40)]
+    new[0][1, 1, 3], new[1][2, 0, 5], new[1][3], new[0][4] = torch.nan, torch.inf, 0.0, 127.0
+    new[0][4, :, 1:] = torch.arange(23) - 11.5
+    rows = [t.to(dtype) for t in new]
+    pages = [torch.randint(-128, 128, (num_pages, page_size, heads, dim), dtype=torch.int8) for dim in (24, 40)]
+    scales = [torch.full((num_pages, heads, page_size), 3.0) for _ in pages]
+    expected = [t.clone() for t in (*pages, *scales)]
+    serving.append_quantised(*rows, *pages, *scales, slots)
+    for n in range(2):
+        codes, scale = encode_rows(rows[n])
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                expected[n][slot // page_size, slot % page_size] = codes[row]
+                expected[2 + n][slot // page_size, :, slot % page_size] = scale[row]
+    for a, b in zip((*pages, *scales), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=0, equal_nan=True)
 
 
 @inside

@@ -207,7 +207,7 @@ class Serving(Protocol):
         v_scale: Tensor | None,
         slots: Tensor,
     ) -> None:
-        """Writes rows of K and V, or of latents (k alone), into slots of e4m3 pages, whose scales grow as needed."""
+        """Writes rows of K and V, or of latents (k alone), into slots of e4m3 or int8 pages, and their scales."""
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups. If not, separate calls and `merge_rows` are faster."""
@@ -262,7 +262,7 @@ class Explaining(Protocol):
     """A backend that tells `explain()` more about a problem."""
 
     def fp8_path(self, problem: AttentionProblem) -> str:
-        """How e4m3 operands are computed."""
+        """How 8-bit operands are computed."""
 
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Sums without a fixed order, if any: they make results differ in their last bits between runs."""

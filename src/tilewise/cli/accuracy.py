@@ -1,4 +1,5 @@
-"""`tilewise accuracy`: what fp16, bf16 and FP8 lose against fp64, by granularity, rotation and distribution.
+"""`tilewise accuracy`: what fp16, bf16, FP8 and caches in FP8 or int8 lose against fp64, by granularity, rotation and
+distribution.
 
 Everything is rounded as the kernels round it, on a subset of query rows against all keys. Quantising is that of
 tilewise.fp8; probabilities are rounded as docs/contract.md says for tensor cores of that dtype, sums are fp32. So a CPU
@@ -30,6 +31,8 @@ DISTRIBUTIONS = ("normal", "outliers", "model")
 COLOURS = dict(zip(DISTRIBUTIONS, (figures.OTHERS[0], figures.OURS[0], figures.OTHERS[1]), strict=True))
 
 HALF, BRAIN, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+# Tokens of a page in caches.
+PAGE_SIZE = 16
 # P is rounded as 2^8 P / max P.
 P_UNIT = 2.0**8
 # Rows of q at a time, which bounds the memory of fp64 scores.
@@ -43,7 +46,7 @@ TRAIN_STEPS, TRAIN_BATCH, TRAIN_TOKENS, LEARNING_RATE = 60, 8, 96, 3e-3
 
 
 class Recipe(NamedTuple):
-    """How q, k and v are stored."""
+    """How q, k and v are stored. Granularities "page" and "token" are those of caches, beside q in fp16."""
 
     dtype: str
     granularity: str = ""
@@ -88,8 +91,9 @@ def command(
     plot: Annotated[Path | None, typer.Option(help="Draw the table into this .svg (matplotlib).")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure the error of attention against fp64 in fp16, bf16 and FP8: every granularity of scales, with and without
-    rotation, on normal numbers, on normal numbers with outliers, and on a small model trained for the purpose.
+    """Measure the error of attention against fp64 in fp16, bf16, FP8 and with FP8 or int8 pages: every granularity of
+    scales, with and without rotation, on normal numbers, on normal numbers with outliers, and on a small model trained
+    for the purpose.
     """
     if distribution is not None and distribution not in DISTRIBUTIONS:
         raise InvalidProblem("distribution", "one of " + ", ".join(DISTRIBUTIONS), repr(distribution), "Or none: all.")
@@ -161,6 +165,8 @@ def recipes() -> Iterator[Recipe]:
     for granularity in ("tensor", "head", "block"):
         for rotation in (False, True):
             yield Recipe("fp8", granularity, rotation)
+    yield Recipe("fp8", "page")
+    yield Recipe("int8", "token")
 
 
 def measure(
@@ -182,6 +188,10 @@ def measure(
 
 def _rounded(sample: Sample, recipe: Recipe, chosen: Tensor) -> Tensor:
     """The output rows as kernels would compute them, in fp16 (bf16 for bf16)."""
+    if recipe.granularity in ("page", "token"):
+        dtype = E4M3 if recipe.dtype == "fp8" else torch.int8
+        k, v = (_through_pages(t, dtype) for t in (sample.k, sample.v))
+        return _attend(sample.q.to(HALF).float(), k, v, chosen, sample.causal, HALF).to(HALF)
     if recipe.dtype != "fp8":
         dtype = HALF if recipe.dtype == "fp16" else BRAIN
         q, k, v = (t.to(dtype).float() for t in (sample.q, sample.k, sample.v))
@@ -191,6 +201,15 @@ def _rounded(sample: Sample, recipe: Recipe, chosen: Tensor) -> Tensor:
     q, k = (fp8.quantize(t, **turned).dequantize() for t in (sample.q, sample.k))
     v = fp8.quantize(sample.v, **options).dequantize()
     return _attend(q, k, v, chosen, sample.causal, E4M3).to(HALF)
+
+
+def _through_pages(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values (1, heads, seqlen, dim) as pages hold them."""
+    _, heads, seqlen, dim = x.shape
+    padded = nn.functional.pad(x[0], (0, 0, 0, -seqlen % PAGE_SIZE))
+    pages = padded.transpose(0, 1).reshape(-1, PAGE_SIZE, heads, dim)
+    stored = fp8.quantize_pages(pages, dtype=dtype).dequantize()
+    return stored.flatten(0, 1)[:seqlen].transpose(0, 1)[None]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, causal: bool, p_dtype: torch.dtype | None) -> Tensor:

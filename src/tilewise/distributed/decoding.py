@@ -252,7 +252,7 @@ def _count(seqlens: Tensor, page_size: int, rank: int, world: int) -> Tensor:
 
 
 def _about(k_pages: Pages, v_pages: Pages) -> str:
-    dtype = "e4m3" if isinstance(k_pages, Fp8Tensor) else str(k_pages.dtype)
+    dtype = str((k_pages.data if isinstance(k_pages, Fp8Tensor) else k_pages).dtype)
     return f"pages of {k_pages.shape[1]}, {tuple(k_pages.shape[2:])} and {tuple(v_pages.shape[2:])}, {dtype}"
 
 

@@ -1,4 +1,4 @@
-"""The container: e4m3 data with its scales.
+"""The container: e4m3 data with its scales, or int8 pages with theirs.
 
 A value is `data * scale`. For every granularity, `scale` has one entry per (batch entry, head, block of rows), with
 stride 0 along dimensions that share a scale, so that readers need not know how it was chosen.
@@ -17,15 +17,17 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 from tilewise.subclasses import check_class
 
-__all__ = ["BLOCK", "E4M3", "E4M3_MAX", "Fp8Layout", "Fp8Tensor", "Granularity"]
+__all__ = ["BLOCK", "E4M3", "E4M3_MAX", "INT8_MAX", "Fp8Layout", "Fp8Tensor", "Granularity"]
 
 E4M3 = torch.float8_e4m3fn
 # The largest e4m3 number: 1.75 * 2^8. There is no infinity; 0x7F and 0xFF are NaN.
 E4M3_MAX = 448.0
+# The largest int8 code in use: -128 is not, so codes are symmetric.
+INT8_MAX = 127.0
 # Rows that share a scale with granularity "block": the key tile of the Hopper kernel.
 BLOCK = 128
 
-Granularity = Literal["tensor", "head", "block", "page"]
+Granularity = Literal["tensor", "head", "block", "page", "token"]
 Fp8Layout = Literal["bhsd", "bshd", "packed", "paged"]
 
 # The dimensions of heads and rows, by layout; a page is a batch entry of its own.
@@ -40,11 +42,14 @@ _DIMS: dict[str, tuple[int, int | None, int]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Tensor:
-    """q, k or v in e4m3, made by `quantize`: pass it to `attention` and friends instead of a tensor.
+    """q, k or v in e4m3, or int8 pages, made by `quantize` and `quantize_pages`: pass it to `attention` and friends
+    instead of a tensor.
 
-    data   e4m3 in the shape of the tensor it was made from
-    scale  fp32 (batch, heads, blocks), of packed rows (sequences, heads, blocks), of pages (pages, heads, 1)
-    block  rows that share a scale (blocks are counted from each sequence's first row), None where all rows do
+    data   e4m3 in the shape of the tensor it was made from; of pages e4m3 or int8
+    scale  fp32 (batch, heads, blocks), of packed rows (sequences, heads, blocks), of e4m3 pages (pages, heads, 1), of
+           int8 pages (pages, heads, page_size)
+    block  rows that share a scale (blocks are counted from each sequence's first row), None where all rows do; 1 with
+           granularity "token", that of int8 pages
     layout "bhsd", "bshd", "packed" or "paged": how `data` is to be read
     dtype  what it was made from, and what a result comes back in: bfloat16 or float16
     rotated  whether the rows are in the rotated basis (see `rotate`); q and k must agree
@@ -116,7 +121,7 @@ class Fp8Tensor:
 def row_scales(tensor: Fp8Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """The scale of every row, broadcastable to the data; 1 for packed rows of no sequence."""
     if tensor.layout == "paged":
-        return tensor.scale[:, None, :, :]
+        return tensor.scale.transpose(1, 2)[..., None]
     if tensor.layout == "packed":
         return _packed_row_scales(tensor, cu_seqlens)
     _, rows, _ = _DIMS[tensor.layout]
@@ -145,16 +150,15 @@ def _packed_row_scales(tensor: Fp8Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 def _check(tensor: Fp8Tensor) -> None:
     """Checks everything that does not depend on the call."""
-    parts: tuple[tuple[str, Any, torch.dtype], ...] = (
-        ("data", tensor.data, E4M3),
-        ("scale", tensor.scale, torch.float32),
+    parts: tuple[tuple[str, Any, tuple[torch.dtype, ...]], ...] = (
+        ("data", tensor.data, (E4M3, torch.int8) if tensor.layout == "paged" else (E4M3,)),
+        ("scale", tensor.scale, (torch.float32,)),
     )
-    for name, value, dtype in parts:
-        if not isinstance(value, Tensor) or value.dtype != dtype:
+    for name, value, dtypes in parts:
+        if not isinstance(value, Tensor) or value.dtype not in dtypes:
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise InvalidProblem(
-                f"Fp8Tensor.{name}", f"a tensor of {dtype}", got, "Make it with tilewise.fp8.quantize."
-            )
+            expected, fix = " or ".join(map(str, dtypes)), "Make it with tilewise.fp8.quantize; int8 is for pages only."
+            raise InvalidProblem(f"Fp8Tensor.{name}", f"a tensor of {expected}", got, fix)
         check_class(f"Fp8Tensor.{name}", value)
     if tensor.layout not in _DIMS:
         raise InvalidProblem("Fp8Tensor.layout", "one of " + ", ".join(_DIMS), repr(tensor.layout), "See quantize.")
@@ -164,12 +168,22 @@ def _check(tensor: Fp8Tensor) -> None:
         raise InvalidProblem("Fp8Tensor.data", f"{rank} dimensions in layout {tensor.layout}", tensor.data.dim(), fix)
     if tensor.dtype not in (torch.bfloat16, torch.float16):
         raise InvalidProblem("Fp8Tensor.dtype", "bfloat16 or float16", tensor.dtype, "Results come back in it.")
-    if (tensor.block is not None) != (tensor.granularity == "block") or (tensor.block is not None and tensor.block < 1):
-        fix = 'A number of rows belongs to granularity "block" and to nothing else.'
+    if not _fits(tensor.granularity, tensor.block):
+        fix = 'A number of rows belongs to granularity "block"; it is 1 for "token" and None for the others.'
         raise InvalidProblem("Fp8Tensor.block", f"what granularity {tensor.granularity!r} needs", tensor.block, fix)
-    if (tensor.granularity == "page") != (tensor.layout == "paged"):
+    of_pages = {E4M3: "page", torch.int8: "token"}[tensor.data.dtype]
+    if tensor.layout == "paged" and tensor.granularity != of_pages:
+        expected = f"{of_pages!r} for pages of {tensor.data.dtype}"
+        raise InvalidProblem("Fp8Tensor.granularity", expected, repr(tensor.granularity), "See quantize_pages.")
+    if tensor.layout != "paged" and tensor.granularity in ("page", "token"):
         raise InvalidProblem("Fp8Tensor.granularity", '"page" for pages only', tensor.granularity, "See quantize.")
     _check_scale(tensor, tensor.shape[heads], tensor.shape[rows or 0])
+
+
+def _fits(granularity: str, block: int | None) -> bool:
+    if granularity == "token":
+        return block == 1
+    return (block is None) if granularity != "block" else (block is not None and block >= 1)
 
 
 def _check_scale(tensor: Fp8Tensor, heads: int, length: int) -> None:

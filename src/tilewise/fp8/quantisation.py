@@ -30,7 +30,7 @@ from tilewise import settings
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
 from tilewise.fp8.rotation import rotate
-from tilewise.fp8.rounding import INDEX_BITS, encode, encode_rotated
+from tilewise.fp8.rounding import INDEX_BITS, encode, encode_rotated, encode_rows
 from tilewise.fp8.scales import AMAX_FLOOR, broadcast_scale, inverse_of, scale_of
 from tilewise.subclasses import check_class
 from tilewise.totals import check_totals, longest_of
@@ -94,20 +94,30 @@ def quantize(
     return Fp8Tensor(data, found, cast("Granularity", granularity), kind, rows, rotation, dtype)
 
 
-def quantize_pages(pages: Tensor) -> Fp8Tensor:
-    """Pages (num_pages, page_size, heads, dim) of keys or values in e4m3, with one scale per (page, head).
+def quantize_pages(pages: Tensor, *, dtype: torch.dtype = E4M3) -> Fp8Tensor:
+    """Pages (num_pages, page_size, heads, dim) of keys or values in e4m3, with one scale per (page, head), or with
+    `dtype=torch.int8` in int8, with one per (token, head): see `encode_rows`.
 
     >>> quantize_pages(torch.randn(8, 16, 2, 64)).scale.shape
     torch.Size([8, 2, 1])
+    >>> quantize_pages(torch.randn(8, 16, 2, 64), dtype=torch.int8).scale.shape
+    torch.Size([8, 2, 16])
     """
     _check_source("pages", pages)
+    if dtype not in (E4M3, torch.int8):
+        raise InvalidProblem("dtype", "torch.float8_e4m3fn or torch.int8", dtype, "Plain pages need no quantising.")
     if pages.dim() != 4:
         fix = "Pages are (num_pages, page_size, heads, dim)."
         raise InvalidProblem("pages", "4 dimensions", f"shape {tuple(pages.shape)}", fix)
+    made_from = torch.float16 if pages.dtype == torch.float16 else torch.bfloat16
+    if dtype == torch.int8:
+        codes, scales = encode_rows(pages.detach())
+        return Fp8Tensor(
+            codes.contiguous(), scales.transpose(1, 2).contiguous(), "token", "paged", block=1, dtype=made_from
+        )
     values = pages.detach().float().transpose(1, 2)
     data, scale = _dense(_Rows(values), "head", None, None)
-    dtype = torch.float16 if pages.dtype == torch.float16 else torch.bfloat16
-    return Fp8Tensor(data.transpose(1, 2).contiguous(), scale, "page", "paged", dtype=dtype)
+    return Fp8Tensor(data.transpose(1, 2).contiguous(), scale, "page", "paged", dtype=made_from)
 
 
 @functools.cache

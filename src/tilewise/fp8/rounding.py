@@ -1,4 +1,5 @@
-"""Rounding to e4m3: to the nearest number, and for rotated rows so that their largest channel keeps its value.
+"""Rounding to e4m3: to the nearest number, and for rotated rows so that their largest channel keeps its value; and
+rounding of rows to int8.
 
 Rotation spreads a row's outlier over all channels, and their rounding errors add up again to an error of the outlier.
 That is the channel in which products with other outliers are large, so its error matters most. Of the two codes around
@@ -21,10 +22,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.fp8.container import E4M3, E4M3_MAX
+from tilewise.fp8.container import E4M3, E4M3_MAX, INT8_MAX
 from tilewise.fp8.rotation import directions, part_sizes
+from tilewise.fp8.scales import inverse_of, scale_of
 
-__all__ = ["INDEX_BITS", "encode", "encode_rotated"]
+__all__ = ["INDEX_BITS", "encode", "encode_rotated", "encode_rows"]
 
 # Low bits of a magnitude that are replaced by the channel number (rows are up to 512 wide).
 INDEX_BITS = 9
@@ -37,6 +39,23 @@ def encode(x: Tensor, inverse: Tensor) -> Tensor:
     scaled = (x * inverse).clamp(-E4M3_MAX, E4M3_MAX)
     # Explicit, because torch releases differ in how they cast infinities.
     return torch.where(torch.isfinite(x), scaled, torch.nan).to(E4M3)
+
+
+def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scale (...)) of the last dimension in int8, each row by its own scale:
+
+        scale = amax / 127                              fp32, of the row's largest magnitude, at least 2^-96
+        codes = round(x * (127 / amax))                 fp32 products, ties to even
+
+    int8 has no NaN: a row with a NaN or infinity has the scale NaN and codes 0, so all of it reads as NaN.
+    """
+    x = x.float()
+    amax = x.abs().amax(-1)
+    is_finite = torch.isfinite(amax)
+    amax = torch.where(is_finite, amax, 0.0)
+    codes = (x * inverse_of(amax, INT8_MAX)[..., None]).round().clamp(-INT8_MAX, INT8_MAX)
+    scale = torch.where(is_finite, scale_of(amax, INT8_MAX), torch.nan)
+    return torch.where(is_finite[..., None], codes, 0.0).to(torch.int8), scale
 
 
 def encode_rotated(x: Tensor, rotated: Tensor, inverse: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scales of e4m3 data: amax / 448, and the shapes of given ones."""
+"""Scales: amax / 448 for e4m3, amax / 127 for int8, and the shapes of given ones."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from tilewise.fp8.container import E4M3_MAX
 
 __all__ = ["AMAX_FLOOR", "broadcast_scale", "inverse_of", "scale_of"]
 
-# Groups of smaller numbers use this amax: 448 / amax stays finite, and so does the ratio of any two scales.
+# Groups of smaller numbers use this amax: its inverse stays finite, and so does the ratio of any two scales.
 AMAX_FLOOR = 2.0**-96
 
 
-def scale_of(amax: Tensor) -> Tensor:
-    """The scale of groups with these largest magnitudes."""
+def scale_of(amax: Tensor, most: float = E4M3_MAX) -> Tensor:
+    """The scale of groups with these largest magnitudes; `most` is the largest code."""
     amax = amax.clamp_min(AMAX_FLOOR)
     # Divide by a tensor: for a number, torch multiplies by its reciprocal on a GPU, which rounds twice.
-    return amax / torch.full_like(amax, E4M3_MAX)
+    return amax / torch.full_like(amax, most)
 
 
-def inverse_of(amax: Tensor) -> Tensor:
+def inverse_of(amax: Tensor, most: float = E4M3_MAX) -> Tensor:
     """The factor of values before rounding."""
     amax = amax.clamp_min(AMAX_FLOOR)
-    return torch.full_like(amax, E4M3_MAX) / amax
+    return torch.full_like(amax, most) / amax
 
 
 def broadcast_scale(given: Tensor, shape: tuple[int, int, int]) -> Tensor:

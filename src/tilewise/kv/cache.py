@@ -43,7 +43,7 @@ __all__ = ["PagedKVCache"]
 
 Tokens = Sequence[int] | Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8)
 
 
 class PagedKVCache:
@@ -53,7 +53,8 @@ class PagedKVCache:
     full pages of equal prefixes are stored once; `fork` shares all pages and copies one when it is written to. Every
     method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache unchanged.
     `max_seqlen` bounds a request (default: the whole pool), `head_dim_v` is `head_dim` unless given. With
-    `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, with one scale for each (page, head).
+    `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, with one scale for each (page, head), with
+    `torch.int8` with one for each (token, head).
     With `latent=True` a page holds one row of `head_dim` columns for K and V together: V is the first `head_dim_v` of
     them (512 of DeepSeek's 576), and `append` takes the other columns as its k and these as its v.
     `max_requests` gives every request a fixed row ("seat") and allocates the tables once, (max_requests, max_seqlen /
@@ -94,6 +95,8 @@ class PagedKVCache:
         if latent and width_v >= head_dim:
             fix = "Give the columns of V in head_dim_v=, and those of the whole row in head_dim."
             raise InvalidProblem("head_dim_v", f"less than head_dim = {head_dim} of a latent", width_v, fix)
+        if latent and dtype == torch.int8:
+            raise Unsupported("latents are not stored in int8; use dtype=torch.float8_e4m3fn or a wider one")
         if dtype not in DTYPES:
             expected = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
             raise InvalidProblem("dtype", f"one of {expected}", dtype, "Pages hold what attention reads.")
@@ -102,15 +105,18 @@ class PagedKVCache:
         )
         shape = (num_layers, self.book.pages.num_pages, self.book.page_size, num_kv_heads)
         self.latent = bool(latent)
-        # Scales of e4m3 pages, one for each (layer, page, head): of K and of V, or of latents.
+        # Scales of 8-bit pages, see new_scales: of K and of V, or of latents.
         self._scales: tuple[Tensor, ...] = ()
         # Inference tensors could only be written in inference mode.
         with torch.inference_mode(False):
             self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
             self.v = self.k[..., :width_v] if latent else torch.empty((*shape, width_v), dtype=dtype, device=device)
             self._stored = (self.k,) if latent else (self.k, self.v)
-            if dtype == torch.float8_e4m3fn:
-                self._scales = tuple(new_scales(num_layers, shape[1], num_kv_heads, self.device) for _ in self._stored)
+            if dtype in (torch.float8_e4m3fn, torch.int8):
+                rows = self.book.page_size if dtype == torch.int8 else None
+                self._scales = tuple(
+                    new_scales(num_layers, shape[1], num_kv_heads, self.device, rows) for _ in self._stored
+                )
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
         self._step: Step | None = None
         self._batch: BatchTables | None = None
@@ -333,15 +339,18 @@ class PagedKVCache:
         return self.k[number], self.v[number]
 
     def attended(self, layer: int = 0) -> tuple[Tensor | Fp8Tensor, Tensor | Fp8Tensor]:
-        """K and V of a layer as `attention_paged` takes them: e4m3 pages with their scales."""
+        """K and V of a layer as `attention_paged` takes them: 8-bit pages with their scales."""
         k_pages, v_pages = self.pages(layer)
         if not self._scales:
             return k_pages, v_pages
-        scales = [scale[layer][..., None] for scale in self._scales]
-        k = Fp8Tensor(k_pages, scales[0], "page", "paged")
+        scales = [scale[layer] for scale in self._scales]
+        if k_pages.dtype == torch.int8:
+            k_tokens = Fp8Tensor(k_pages, scales[0], "token", "paged", block=1)
+            return k_tokens, Fp8Tensor(v_pages, scales[1], "token", "paged", block=1)
+        k = Fp8Tensor(k_pages, scales[0][..., None], "page", "paged")
         if self.latent:
             return k, k.first_columns(v_pages.shape[-1])
-        return k, Fp8Tensor(v_pages, scales[1], "page", "paged")
+        return k, Fp8Tensor(v_pages, scales[1][..., None], "page", "paged")
 
     def block_table(self) -> Tensor:
         """int32 (batch, columns) on the device: the pages of the step's requests, of a fixed step (seats, columns).

@@ -1,4 +1,7 @@
-"""Pages in e4m3: rows are quantised as they are appended, with one scale for each (page, head).
+"""Pages in e4m3 or int8: rows are quantised as they are appended.
+
+int8 pages have one scale for each (token, head), so a row is written once and never touched again:
+tilewise.fp8.rounding.encode_rows defines the codes. e4m3 pages have one scale for each (page, head), which grows:
 
     amax   = the largest finite magnitude of the rows that a step brings to the page
     needed = the smallest power of two, at least 2^-96, with amax / 448 <= needed
@@ -23,25 +26,34 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.canonical import contiguous_last
 from tilewise.fp8.container import E4M3_MAX
-from tilewise.fp8.rounding import encode
+from tilewise.fp8.rounding import encode, encode_rows
 from tilewise.fp8.scales import AMAX_FLOOR
+from tilewise.kv.writing import write_rows
 
 __all__ = ["SOURCES", "append_quantised", "new_scales", "write_quantised"]
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def new_scales(num_layers: int, num_pages: int, num_kv_heads: int, device: torch.device) -> Tensor:
-    """Scales (num_layers, num_pages, num_kv_heads) of empty pages."""
-    return torch.full((num_layers, num_pages, num_kv_heads), AMAX_FLOOR, dtype=torch.float32, device=device)
+def new_scales(
+    num_layers: int, num_pages: int, num_kv_heads: int, device: torch.device, page_size: int | None = None
+) -> Tensor:
+    """Scales (num_layers, num_pages, num_kv_heads) of empty e4m3 pages; with a page size (num_layers, num_pages,
+    num_kv_heads, page_size), of int8 pages.
+    """
+    shape = (
+        (num_layers, num_pages, num_kv_heads) if page_size is None else (num_layers, num_pages, num_kv_heads, page_size)
+    )
+    return torch.full(shape, AMAX_FLOOR, dtype=torch.float32, device=device)
 
 
 @torch.no_grad()
 def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Sequence[Tensor], slots: Tensor) -> None:
-    """Write rows of K and V, or of latents alone, (total, num_kv_heads, dim) into slots of e4m3 pages (num_pages,
-    page_size, num_kv_heads, dim), whose scales (num_pages, num_kv_heads) grow as needed.
+    """Write rows of K and V (total, num_kv_heads, dim) into slots of e4m3 or int8 pages (num_pages, page_size,
+    num_kv_heads, dim), or of latents alone into e4m3 pages. Scales (num_pages, num_kv_heads) of e4m3 grow as needed;
+    those of int8 (num_pages, num_kv_heads, page_size) are written with their rows.
 
-    The rows of one page are consecutive, in the order of their slots.
+    The rows of one e4m3 page are consecutive, in the order of their slots.
     """
     plain = not torch.compiler.is_compiling() and all(type(t) is Tensor and not t.is_neg() for t in new)
     backend = dispatch.serving(slots.device.type) if plain else None
@@ -52,12 +64,23 @@ def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Seq
         )
         backend.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
         return
+    if pages[0].dtype == torch.int8:
+        _write_encoded(new, pages, scales, slots)
+        return
     for rows, where, scale in zip(new, pages, scales, strict=True):
         write_quantised(rows, where, scale, slots)
 
 
+def _write_encoded(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Sequence[Tensor], slots: Tensor) -> None:
+    """int8 with torch operations only. A scale is written like a row of one element."""
+    (k, k_scale), (v, v_scale) = map(encode_rows, new)
+    write_rows(k, v, *pages, slots)
+    k_scales, v_scales = (scale.transpose(1, 2)[..., None] for scale in scales)
+    write_rows(k_scale[..., None], v_scale[..., None], k_scales, v_scales, slots)
+
+
 def write_quantised(rows: Tensor, pages: Tensor, scale: Tensor, slots: Tensor) -> None:
-    """K, or V, with torch operations only."""
+    """K, or V, into e4m3 pages with torch operations only."""
     has_slot = slots >= 0
     rows, slots = rows[has_slot], slots[has_slot]
     if not len(slots):

@@ -5,7 +5,7 @@ and v are written into pages.
     x       = x / sqrt(mean(x^2) + norm_eps) * weight              RMSNorm, if norm_eps is given; weight if given
     (a, b)  = (a cos - b sin, b cos + a sin)                       for each pair of the first rotary_dim channels
     q       is rounded to its dtype
-    k, v    are rounded to the dtype of the pages, or e4m3(x / scale)
+    k, v    are rounded to the dtype of the pages, or quantised to e4m3 or int8
 
 Nothing is rounded between these steps. On an NVIDIA GPU this is one launch (backends/triton/rotating.py). Elsewhere,
 and where torch records operations, the torch operations below compute the same, and writing.py and quantised.py write.
@@ -83,7 +83,8 @@ def append_rotated(
     """Normalise and rotate q and k, write k and v into pages, and return q.
 
     q            (total, num_heads, head_dim); k and v (total, num_kv_heads, head_dim and head_dim_v), any strides
-    k_pages      (num_pages, page_size, num_kv_heads, dim) in fp32, bf16, fp16 or e4m3, as attention_paged takes them
+    k_pages      (num_pages, page_size, num_kv_heads, dim) in fp32, bf16, fp16, e4m3 or int8, as attention_paged takes
+                 them
     slots        int64, for each row its slot counted through all pages, or negative: not written. Rows past the last
                  entry are not written either. No two rows have the same slot
     positions    int32 or int64 (total,): rows of `cos_sin`
@@ -93,7 +94,8 @@ def append_rotated(
     norm_eps     RMSNorm of each head of q and k with this epsilon; q_weight and k_weight (head_dim,) are optional
     k_scale      of e4m3 pages. fp32 with one element, or one per K/V head: given; beyond 448 * scale values saturate.
                  Or (num_pages, num_kv_heads), contiguous: scales that grow, as tilewise.kv.quantised defines them; the
-                 rows of one page are then consecutive, in the order of their slots
+                 rows of one page are then consecutive, in the order of their slots. Of int8 pages: contiguous
+                 (num_pages, num_kv_heads, page_size), which are written with the rows
     out          memory for the result; `out=q` computes in place
 
     A position outside of `cos_sin` is refused on a CPU. On a GPU reading positions would wait for the device: without
@@ -155,7 +157,7 @@ def _append(step: Step, interleaved: bool, norm_eps: float | None, *, on_host: b
     k, v = new[:count], step.v[:count]
     if step.k_scale is None or step.v_scale is None:
         write_rows(k, v.to(step.v_pages.dtype), step.k_pages, step.v_pages, slots)
-    elif step.k_scale.dim() == 2:
+    elif step.k_scale.dim() >= 2:
         append_quantised((k, v.float()), (step.k_pages, step.v_pages), (step.k_scale, step.v_scale), slots)
     else:
         k, v = (encode(x.float(), 1.0 / s.reshape(-1, 1)) for x, s in ((k, step.k_scale), (v, step.v_scale)))

@@ -130,7 +130,12 @@ def _check_dtypes(given: dict[str, View]) -> None:
     pages = given["k_pages"].dtype
     expected: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(given, DTYPES)
     expected |= dict.fromkeys(("k", "v", "out"), (given["q"].dtype,))
-    expected |= {"k_pages": (*DTYPES, E4M3), "v_pages": (pages,), "slots": (torch.int64,), "positions": INTEGERS}
+    expected |= {
+        "k_pages": (*DTYPES, E4M3, torch.int8),
+        "v_pages": (pages,),
+        "slots": (torch.int64,),
+        "positions": INTEGERS,
+    }
     expected |= dict.fromkeys(("k_scale", "v_scale"), (torch.float32,))
     for name, view in given.items():
         if view.dtype not in expected[name]:
@@ -141,6 +146,9 @@ def _check_dtypes(given: dict[str, View]) -> None:
 
 def _check_scales(given: dict[str, View]) -> None:
     pages = given["k_pages"]
+    if pages.dtype == torch.int8:
+        _check_token_scales(given)
+        return
     is_e4m3, num_pages, heads = pages.dtype == E4M3, pages.shape[0], pages.shape[2]
     for name in ("k_scale", "v_scale"):
         if (name in given) != is_e4m3:
@@ -161,9 +169,29 @@ def _check_scales(given: dict[str, View]) -> None:
     if kinds[0] != kinds[1]:
         shapes = f"{tuple(given['k_scale'].shape)} and {tuple(given['v_scale'].shape)}"
         raise InvalidProblem("v_scale", "scales of the kind of k_scale", shapes, "Both are given, or both grow.")
+    if kinds[0]:
+        _check_channels(given)
+
+
+def _check_token_scales(given: dict[str, View]) -> None:
+    num_pages, page_size, heads, _ = given["k_pages"].shape
+    shape, strides = (num_pages, heads, page_size), (heads * page_size, page_size, 1)
+    for name in ("k_scale", "v_scale"):
+        view = given.get(name)
+        is_dense = view is not None and view.shape == shape
+        if view is not None and is_dense:
+            is_dense = all(n <= 1 or a == b for n, a, b in zip(shape, view.strides, strides, strict=True))
+        if not is_dense:
+            got = None if view is None else f"{tuple(view.shape)}, strides {view.strides}"
+            fix = "int8 pages have one scale for each token and head, which is written with the row."
+            raise InvalidProblem(name, f"contiguous {shape} of int8 pages", got, fix)
+    _check_channels(given)
+
+
+def _check_channels(given: dict[str, View]) -> None:
     for name in ("k_pages", "v_pages"):
-        if kinds[0] and given[name].strides[-1] != 1 and given[name].shape[-1] > 1:
-            fix = "Scales that grow need channels next to each other."
+        if given[name].strides[-1] != 1 and given[name].shape[-1] > 1:
+            fix = "Scales that are written need channels next to each other."
             raise InvalidProblem(name, "a last stride of 1", given[name].strides, fix)
 
 

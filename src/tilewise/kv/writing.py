@@ -28,8 +28,8 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     """
     if slots.dtype != torch.int64:
         raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
-    if k.dtype == torch.float8_e4m3fn:
-        # e4m3 codes are moved as bytes.
+    if k.dtype in (torch.float8_e4m3fn, torch.int8):
+        # Codes are moved as bytes.
         k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
     backend = dispatch.serving(k.device.type) if _takes(k, v, k_pages, v_pages) else None
     if backend is not None:

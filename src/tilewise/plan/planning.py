@@ -63,7 +63,7 @@ class Plan:
     `lengths_read` is False if the lengths of packed sequences could not be read and their bounds are used instead.
     `tile` is the backend's own, chosen by measurement; `advice` says which tiles fit the device, and why. `cascade`
     says what happens to a shared prefix that was given; figures still count every sequence's keys. `quantised` says how
-    the backend computes with e4m3 operands, `unordered` what differs from run to run, if anything. `higher` says who
+    the backend computes with 8-bit operands, `unordered` what differs from run to run, if anything. `higher` says who
     would compute tangents and second derivatives of the call. `mask` counts the tiles of a tile mask; FLOPs and times
     count the pairs of visited tiles.
     """
@@ -264,7 +264,7 @@ def _choose(
 
 
 def _reported(problem: AttentionProblem, name: str | None) -> tuple[str | None, str | None]:
-    """What the backend says about e4m3 operands, and what it sums in no fixed order.
+    """What the backend says about 8-bit operands, and what it sums in no fixed order.
 
     One without such reports dequantises before its kernels and repeats its results bit for bit.
     """

@@ -38,7 +38,7 @@ def render(plan: Plan) -> str:
         ("problem", _problem(plan)),
         ("backend", _backend(plan)),
         *((f"  not {name}", reason) for name, reason in plan.rejected),
-        *(() if plan.quantised is None else (("fp8", plan.quantised),)),
+        *(() if plan.quantised is None else (("int8" if plan.problem.int8 else "fp8", plan.quantised),)),
         *_latent(plan),
         *(() if plan.cascade is None else (("cascade", plan.cascade),)),
         *(() if plan.unordered is None else (("last bits", plan.unordered),)),

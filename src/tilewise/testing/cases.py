@@ -15,8 +15,8 @@ __all__ = ["GRADIENTS", "Case"]
 
 Strides = Literal["contiguous", "transposed", "sliced", "expanded", "strided_last"]
 Values = Literal["normal", "large", "tiny"]
-# Which operands are e4m3: none, k and v alone, or q, k and v with scales of that granularity.
-Quantised = Literal["", "kv", "tensor", "head", "block"]
+# Which operands are e4m3: none, k and v alone, or q, k and v with scales of that granularity; or pages in int8.
+Quantised = Literal["", "kv", "int8", "tensor", "head", "block"]
 Bounds = Literal["exact", "loose", "none"]
 
 # Every differentiable operand and the name of its gradient among the results.
@@ -109,7 +109,7 @@ class Case:
         there = {"bias": bool(self.bias), "sinks": self.sinks}
         every = tuple(name for name in GRADIENTS if there.get(name, True))
         if self.fp8:
-            return ()  # rounding to e4m3 has no gradient
+            return ()  # rounding to 8 bits has no gradient
         return every if self.grad_of is None else self.grad_of
 
     @property
@@ -137,7 +137,7 @@ class Case:
         return dataclasses.replace(self, grad_of=())
 
     def unquantised(self) -> Case:
-        """The same problem without FP8."""
+        """The same problem without 8-bit operands."""
         return dataclasses.replace(self, fp8="", rotation=False, grad_of=()) if self.fp8 else self
 
     def __repr__(self) -> str:

@@ -55,7 +55,7 @@ class BackendImplementation:
 
     def rounds_p(self, case: Case) -> bool:
         """Whether probabilities are rounded to e4m3, as docs/contract.md allows for FP8 tensor cores."""
-        return self.name == "hopper" and case.fp8 not in ("", "kv")
+        return self.name == "hopper" and case.fp8 not in ("", "kv", "int8")
 
     def supports(self, case: Case, *, higher: bool = False) -> str | None:
         """The backend's answer for the problem of the case, or for tangents and second derivatives of it."""

@@ -1,10 +1,11 @@
-"""FP8 cases: their operands as containers, and as the exact values that the containers represent."""
+"""FP8 and int8 cases: their operands as containers, and as the exact values that the containers represent."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tilewise import fp8
@@ -20,7 +21,7 @@ def attended(case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
         return inputs.q, inputs.k, inputs.v
     k = _keys(case, inputs.k, inputs.cu_seqlens_k, rotates=True)
     v = k.first_columns(case.head_dim_v) if case.latent else _keys(case, inputs.v, inputs.cu_seqlens_k, rotates=False)
-    return (inputs.q if case.fp8 == "kv" else _queries(case, inputs)), k, v
+    return (inputs.q if case.fp8 in ("kv", "int8") else _queries(case, inputs)), k, v
 
 
 def dequantised(case: Case, inputs: Inputs) -> Inputs:
@@ -57,7 +58,7 @@ def _queries(case: Case, inputs: Inputs) -> fp8.Fp8Tensor:
 
 def _keys(case: Case, tensor: Tensor, cu_seqlens: Tensor | None, *, rotates: bool) -> fp8.Fp8Tensor:
     if case.kind == "paged":
-        return fp8.quantize_pages(tensor)
+        return fp8.quantize_pages(tensor, dtype=torch.int8 if case.fp8 == "int8" else torch.float8_e4m3fn)
     granularity: Any = "head" if case.fp8 == "kv" else case.fp8
     rotation = rotates and case.rotation
     if case.kind == "dense":

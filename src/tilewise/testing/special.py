@@ -77,7 +77,35 @@ def fp8_cases() -> list[Case]:
         "varlen_decode": dataclasses.replace(packed, fp8="head", seqlens_q=(1, 0, 2), seqlens_k=(300, 3, 270)),
         "odd_head_dim": dataclasses.replace(dense, fp8="head", head_dim=33, head_dim_v=15, causal=True),
     }
-    return [dataclasses.replace(case, label=f"fp8_{label}") for label, case in named.items()]
+    cases = [dataclasses.replace(case, label=f"fp8_{label}") for label, case in named.items()]
+    return cases + _int8_cases(paged, decode)
+
+
+def _int8_cases(paged: Case, decode: Case) -> list[Case]:
+    """Pages in int8: a scale for each (token, head)."""
+    paged, decode = (dataclasses.replace(case, fp8="int8") for case in (paged, decode))
+    several = dataclasses.replace(decode, decode=False, seqlens_q=(3, 0, 1), causal=True)
+    named = {
+        "prefill": dataclasses.replace(paged, causal=True),
+        "prefill_page_64": dataclasses.replace(paged, causal=True, page_size=64, window=(90, 0), sinks=True),
+        "prefill_features": dataclasses.replace(paged, bias="1hqk", alibi="h", softcap=5.0, dtype=torch.float16),
+        "prefill_tiles": dataclasses.replace(paged, mask="b1qk", tiles=True),
+        "prefill_large": dataclasses.replace(paged, values="large", dtype=torch.float32),
+        "decode": decode,
+        "decode_fp16_page_1": dataclasses.replace(decode, dtype=torch.float16, page_size=1, sinks=True),
+        "decode_shared": dataclasses.replace(decode, shared_pages=True, window=(200, 0)),
+        "decode_page_64": dataclasses.replace(decode, page_size=64, alibi="h", softcap=4.0),
+        "decode_page_256_fp32": dataclasses.replace(decode, page_size=256, dtype=torch.float32, causal=True),
+        "decode_head_dim_128": dataclasses.replace(decode, page_size=128, head_dim=128, head_dim_v=80),
+        "decode_one_head": dataclasses.replace(decode, num_heads=2, values="tiny"),
+        "decode_odd": dataclasses.replace(decode, head_dim=33, head_dim_v=15, num_heads=6),
+        "decode_latent": dataclasses.replace(
+            decode, num_heads=8, num_kv_heads=1, head_dim=80, head_dim_v=64, latent=True
+        ),
+        "several_tokens": several,
+        "several_batch": dataclasses.replace(several, deterministic="batch"),
+    }
+    return [dataclasses.replace(case, label=f"int8_{label}") for label, case in named.items()]
 
 
 def padded_cases() -> list[Case]:

@@ -28,7 +28,7 @@ INDICES = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
 INTEGERS = (torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# The scales of e4m3 operands.
+# The scales of operands in 8 bits.
 SCALES = {
     "q_scale": "batch num_heads q_blocks",
     "k_scale": "batch num_kv_heads k_blocks",
@@ -205,15 +205,26 @@ def _check_dtypes(specs: Specs, public: dict[str, str]) -> None:
     for operand in ("q", "k", "v"):
         given = specs[operand].dtype
         if f"{operand}_scale" in specs:
-            if given != E4M3:
-                fix = "Make both with tilewise.fp8.quantize."
-                raise InvalidProblem(public.get(operand, operand), "float8_e4m3fn with its scales", given, fix)
+            _check_quantised(operand, specs, public)
             continue
         if given not in common:
             names = " or ".join(str(d).removeprefix("torch.") for d in common)
             expected = f"dtype {names}" if operand == "q" else f"dtype {common[0]} as q has"
             raise InvalidProblem(public.get(operand, operand), expected, given, _dtype_fix(given))
         common = (given,)
+
+
+def _check_quantised(operand: str, specs: Specs, public: dict[str, str]) -> None:
+    """An operand with scales is e4m3. K and V in pages may both be int8, which plain queries attend."""
+    given, name = specs[operand].dtype, public.get(operand, operand)
+    if operand == "q" and specs["k"].dtype == torch.int8:
+        fix = "int8 pages are attended by queries in fp16, bf16 or fp32; e4m3 ones take e4m3 pages."
+        raise InvalidProblem(name, "a plain tensor, as k_pages are int8", given, fix)
+    if operand == "v" and given != specs["k"].dtype:
+        raise InvalidProblem(name, f"{specs['k'].dtype} as k has", given, "Quantise k and v alike.")
+    if given != E4M3 and not (given == torch.int8 and operand != "q" and "block_table" in specs):
+        fix = "Make both with tilewise.fp8.quantize; int8 is for pages, made by quantize_pages or PagedKVCache."
+        raise InvalidProblem(name, "float8_e4m3fn with its scales", given, fix)
 
 
 def _check_totals(specs: Specs, sizes: dict[str, int]) -> None:
@@ -230,6 +241,8 @@ def _check_totals(specs: Specs, sizes: dict[str, int]) -> None:
 def _dtype_fix(given: torch.dtype) -> str:
     if given == E4M3:
         return "FP8 data comes with its scales, in a tilewise.fp8.Fp8Tensor."
+    if given == torch.int8:
+        return "Only pages of k and v are int8, with their scales: see tilewise.fp8.quantize_pages."
     return "Convert q, k and v to one dtype (torch.autocast does it for you)."
 
 
@@ -350,13 +363,15 @@ def _check_scalars(dtype: torch.dtype, flags: Flags) -> None:
 
 
 def _check_scales(kind: Kind, sizes: dict[str, int], lengths: dict[str, int], flags: Flags) -> None:
-    """One scale per block of the longest sequence, or one in all; a page is one block."""
+    """One scale per block of the longest sequence, or one in all. A page is one block, or each of its rows is one."""
     for side, block in (("q", flags.q_block), ("k", flags.k_block), ("v", flags.v_block)):
         if f"{side}_blocks" not in sizes:
             continue
         paged = kind == "paged" and side != "q"
         length = lengths["seqlen_q" if side == "q" else "seqlen_k"]
-        least = 1 if block is None or paged else -(-length // block)
+        if paged:
+            length = sizes["page_size"]
+        least = 1 if block is None else -(-length // block)
         got = sizes[f"{side}_blocks"]
         if got < least or (got > 1 and block is None):
             fix = "Quantise with the same cu_seqlens and max_seqlen as the call's."
@@ -392,6 +407,7 @@ def _problem(
         needs_grad=flags.needs_grad,
         dropout_origin="seed" in specs and specs["seed"].shape.numel() == SEED_WITH_ORIGIN,
         fp8=tuple(name for name in ("q", "k", "v") if f"{name}_scale" in specs),
+        int8="k_scale" in specs and specs["k"].dtype == torch.int8,
         scale_blocks=(flags.q_block, flags.k_block, flags.v_block),
         max_logits=flags.max_logits,
         batch_invariant=flags.batch_invariant,

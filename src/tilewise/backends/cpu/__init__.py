@@ -78,9 +78,8 @@ class CpuBackend:
         return "the maximum that a row's softmax subtracts, written for every row"
 
     def fp8_path(self, problem: AttentionProblem) -> str:
-        """How e4m3 operands are read, for reports."""
-        del problem
-        return "read as e4m3 and multiplied by their scales in registers; computed in fp32"
+        """How 8-bit operands are read, for reports."""
+        return f"read as {problem.codes} and multiplied by their scales in registers; computed in fp32"
 
     def backward(
         self,
@@ -141,7 +140,7 @@ class CpuBackend:
         v_scale: Tensor | None,
         slots: Tensor,
     ) -> None:
-        """Writes rows of K and V, or of latents, into slots of e4m3 pages: see tilewise.kv.quantised."""
+        """Writes rows of K and V, or of latents, into slots of 8-bit pages: see tilewise.kv.quantised."""
         from tilewise.backends.cpu import launch_pages
 
         launch_pages.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)

@@ -37,6 +37,7 @@ PROGRAMS = {
     "tangent": "tilewise.backends.cpu.tangent",
     "twice": "tilewise.backends.cpu.twice",
     "write_rows": "tilewise.backends.cpu.pages",
+    "append_int8": "tilewise.backends.cpu.pages",
     "append_quantised": "tilewise.backends.cpu.pages",
 }
 # Programs that need a matrix unit.

@@ -23,21 +23,25 @@ from llvmlite import ir
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver, kernel
-from tilewise.backends.cpu.emit import FP32, I32, ITEM_BYTES, Emitter, Value
+from tilewise.backends.cpu.emit import E4M3, E4M3_UNIT, F32, FP32, I32, INT8, ITEM_BYTES, Emitter, Value
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
 from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
 from tilewise.backends.cpu.microkernels import row_max, softmax
 from tilewise.backends.cpu.packing import SOURCES, by_dtype, fill, pack_rows, scale_rows
 from tilewise.backends.cpu.scoring import (
     change_scores,
+    code_factor,
     drop_panel,
-    e4m3_factor,
     k_length,
     kv_address,
     prepare_rows,
     q_length,
     q_start,
     run_length,
+    scale_address,
+    scale_step,
+    scaled_by,
+    stride_run,
 )
 from tilewise.backends.cpu.stopping import leave, stops, stops_at
 
@@ -76,16 +80,30 @@ def _sums_of_lanes(e: Emitter, vectors: list[Value]) -> Value:
     return current[0]
 
 
-def _store_sums(e: Emitter, sums: list[Value], out: Value, first_key: int, rows: int) -> None:
-    """Stores the lane sums of [keys][rows] vectors as the scores of these keys and rows."""
+def _shared_scale(e: Emitter, code: int, scale: Value) -> Value | None:
+    """The factor of e4m3 numbers, which share a scale: applied as they are loaded, it gives the bits of dequantised
+    rows. None for other dtypes.
+    """
+    return e.b.fmul(e.load(scale, F32), ir.Constant(F32, E4M3_UNIT)) if code == E4M3 else None
+
+
+def _own_scale(e: Emitter, code: int, scale: Value, lanes: int | None = None) -> Value | None:
+    """A vector of the scale of one row of int8, which is applied to sums and weights. None for other dtypes."""
+    return e.splat(e.load(scale, F32), lanes) if code == INT8 else None
+
+
+def _store_sums(e: Emitter, sums: list[Value], out: Value, first_key: int, rows: int, scales: list[Value]) -> None:
+    """Stores the lane sums of [keys][rows] vectors as the scores of these keys and rows, times the keys' scales."""
     total = _sums_of_lanes(e, sums)
     for n in range(len(sums) // rows):
         pick = ir.Constant(ir.VectorType(I32, rows), [n * rows + r for r in range(rows)])
         part = e.b.shuffle_vector(total, ir.Constant(total.type, ir.Undefined), pick)
+        if scales[first_key + n] is not None:
+            part = e.b.fmul(part, scales[first_key + n])
         e.store(e.at(out, (first_key + n) * e.isa.panel), part)
 
 
-@kernel("iiiiiiiiiiif")
+@kernel("iiiiiiiiiiiii")
 def stream_scores(
     e: Emitter,
     k: Value,
@@ -99,10 +117,11 @@ def stream_scores(
     s: Value,
     ahead: Value,
     ahead_stride: Value,
-    factor: Value,
+    scale: Value,
+    scale_stride: Value,
 ) -> None:
     """s[num_keys][num_rows of panel] = k[num_keys][dim] . q[num_rows][dim]; dim is a multiple of lanes, rows at `ahead`
-    are prefetched.
+    are prefetched. `scale` is the address of the scale of e4m3 keys, or of those of int8, `scale_stride` bytes apart.
     """
     b = e.b
 
@@ -111,6 +130,7 @@ def stream_scores(
         k_rows = e.rows(b.add(k, b.mul(key, k_stride)), k_stride, keys)
         q_rows = e.rows(b.add(q, b.mul(row, q_stride)), q_stride, rows)
         ahead_rows = e.rows(b.add(ahead, b.mul(key, ahead_stride)), ahead_stride, keys)
+        factor = _shared_scale(e, code, scale)
 
         def step(vectors: int, first: Value, *acc: Value) -> list[Value]:
             sums = list(acc)
@@ -134,8 +154,10 @@ def stream_scores(
         if most > 1:
             sums = e.positive(rest, e.lanes, lambda d, *acc: step(1, b.add(whole, d), *acc), sums)
         out = e.at(b.add(s, b.mul(key, e.i64(4 * e.isa.panel))), row)
+        scale_places = e.rows(b.add(scale, b.mul(key, scale_stride)), scale_stride, keys)
+        scales = [_own_scale(e, code, place, rows) for place in scale_places]
         for first in range(0, keys * rows, e.lanes):
-            _store_sums(e, sums[first : first + e.lanes], out, first // rows, rows)
+            _store_sums(e, sums[first : first + e.lanes], out, first // rows, rows, scales)
 
     def convert(code: int) -> None:
         def over_keys(row: Value, rows: int) -> None:
@@ -147,7 +169,7 @@ def stream_scores(
     by_dtype(e, dtype, SOURCES, convert)
 
 
-@kernel("iiiiiiiiiiiif")
+@kernel("iiiiiiiiiiiiii")
 def stream_values(
     e: Emitter,
     v: Value,
@@ -162,9 +184,12 @@ def stream_values(
     alpha: Value,
     ahead: Value,
     ahead_stride: Value,
-    factor: Value,
+    scale: Value,
+    scale_stride: Value,
 ) -> None:
-    """acc[num_rows][dim] = alpha * acc + p[num_keys][rows of panel]^T v[num_keys][dim]; dim % lanes is 0."""
+    """acc[num_rows][dim] = alpha * acc + p[num_keys][rows of panel]^T v[num_keys][dim]; dim % lanes is 0. Scales are
+    those of stream_scores.
+    """
     b = e.b
 
     def block(code: int, row: Value, rows: int, strip: Value, vectors: int) -> None:
@@ -172,6 +197,7 @@ def stream_values(
         first = b.mul(strip, e.i64(e.lanes))
         offset = b.mul(first, e.i64(item))
         acc_rows = e.rows(e.at(b.add(acc, b.mul(row, acc_stride)), first), acc_stride, rows)
+        factor = _shared_scale(e, code, scale)
         start = []
         for r, place in enumerate(acc_rows):
             decay = e.broadcast(e.at(e.at(alpha, row), r))
@@ -184,9 +210,11 @@ def stream_values(
             for line in range(0, vectors * e.lanes * item, CACHE_LINE):
                 e.prefetch(b.add(ahead_row, e.i64(line)))
             values = e.load_many_as_f32(v_row, code, vectors, factor)
+            own = _own_scale(e, code, b.add(scale, b.mul(n, scale_stride)))
             weights = e.at(b.add(p, b.mul(n, e.i64(4 * e.isa.panel))), row)
             for r in range(rows):
                 weight = e.broadcast(e.at(weights, r))
+                weight = weight if own is None else b.fmul(weight, own)
                 for j in range(vectors):
                     current[r * vectors + j] = e.fma(values[j], weight, current[r * vectors + j])
             return current
@@ -223,7 +251,7 @@ def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count
             head += 1
         source = base + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
         place = ws + field(p, f.WS_Q) + 4 * r * width
-        factor = e4m3_factor(p, f.Q, batch, head, row)
+        factor = code_factor(p, f.Q, batch, head, row)
         pack_rows(source, 0, 1, field(p, f.Q_DTYPE), field(p, f.HEAD_DIM), place, 0, width, factor)
         row += 1
     scale_rows(ws + field(p, f.WS_Q), count * width, scalar_bits(field(p, f.Q_SCALE)))
@@ -231,13 +259,25 @@ def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count
 
 @driver
 def part_length(p: int, tensor: int, row: int, end: int) -> int:
-    """Keys to read from one head before the next: a run, or a few of its rows if heads are adjacent in a row."""
-    run = run_length(p, tensor, row, end)
+    """Keys to read from one head before the next: a run, or a few of its rows if heads are adjacent in a row. Rows of a
+    run share a scale, those of int8 have one each.
+    """
+    run = stride_run(p, row, end) if field(p, f.KV_DTYPE) == INT8 else run_length(p, tensor, row, end)
     return min(run, ROWS_AT_ONCE) if field(p, f.K_HEAD) < field(p, f.K_ROW) else run
 
 
 @driver
-def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int, s: int, factor: float) -> None:
+def pack_run(p: int, tensor: int, source: int, size: int, dim: int, target: int, width: int, scale: int) -> None:
+    """A run of keys as fp32 rows, whose scales are at an address."""
+    dtype, stride, step = field(p, f.KV_DTYPE), field(p, tensor + 3), scale_step(p, tensor)
+    at_once = size if step == 0 else 1
+    for n in range(0, size, at_once):
+        factor, place = scaled_by(p, scale + n * step), target + 4 * n * width
+        pack_rows(source + n * stride, stride, at_once, dtype, dim, place, 4 * width, width, factor)
+
+
+@driver
+def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int, s: int, scale: int) -> None:
     """Scores of a run of keys of one head with rows [first, first + count). Odd head dims go through a packed copy,
     because vectors may not read past a row.
     """
@@ -245,10 +285,11 @@ def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int
     q = ws + field(p, f.WS_Q) + 4 * first * width
     if field(p, f.HEAD_DIM) != width:
         packed = ws + field(p, f.WS_K)
-        pack_rows(k, k_row, size, dtype, field(p, f.HEAD_DIM), packed, 4 * width, width, factor)
-        stream_scores(packed, 4 * width, size, width, FP32, q, 4 * width, count, s, v, v_row, 1.0)
+        pack_run(p, f.K, k, size, field(p, f.HEAD_DIM), packed, width, scale)
+        stream_scores(packed, 4 * width, size, width, FP32, q, 4 * width, count, s, v, v_row, 0, 0)
     else:
-        stream_scores(k, k_row, size, width, dtype, q, 4 * width, count, s, v, v_row, factor)
+        step = scale_step(p, f.K)
+        stream_scores(k, k_row, size, width, dtype, q, 4 * width, count, s, v, v_row, scale, step)
 
 
 @driver
@@ -260,25 +301,26 @@ def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: 
         k, v = kv_address(p, f.K, batch, kv_head, row), kv_address(p, f.V, batch, kv_head, row)
         s = ws + field(p, f.WS_SCORES) + 4 * sz.PANEL * (row - k0)
         for first in range(0, num_rows, count):
-            factor = e4m3_factor(p, f.K, batch, kv_head + first // count, row)
-            score_run(p, ws, k, v, size, first, count, s + 4 * first, factor)
+            scale = scale_address(p, f.K, batch, kv_head + first // count, row)
+            score_run(p, ws, k, v, size, first, count, s + 4 * first, scale)
             k += field(p, f.K_HEAD)
             v += field(p, f.V_HEAD)
         row += size
 
 
 @driver
-def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count: int, s: int, factor: float) -> None:
+def weigh_run(p: int, ws: int, v: int, ahead: int, size: int, first: int, count: int, s: int, scale: int) -> None:
     """Values of a run of keys of one head into rows [first, first + count). Rows at `ahead` are prefetched."""
     width, v_row, dtype = field(p, f.DIM_V_LANES), field(p, f.V_ROW), field(p, f.KV_DTYPE)
     acc_row, k_row, alpha = 4 * field(p, f.DIM_V_PADDED), field(p, f.K_ROW), ws + field(p, f.WS_ALPHA) + 4 * first
     acc = ws + field(p, f.WS_ACC) + first * acc_row
     if field(p, f.HEAD_DIM_V) != width:
         packed = ws + field(p, f.WS_V)
-        pack_rows(v, v_row, size, dtype, field(p, f.HEAD_DIM_V), packed, 4 * width, width, factor)
-        stream_values(packed, 4 * width, size, width, FP32, s, count, acc, acc_row, alpha, ahead, k_row, 1.0)
+        pack_run(p, f.V, v, size, field(p, f.HEAD_DIM_V), packed, width, scale)
+        stream_values(packed, 4 * width, size, width, FP32, s, count, acc, acc_row, alpha, ahead, k_row, 0, 0)
     else:
-        stream_values(v, v_row, size, width, dtype, s, count, acc, acc_row, alpha, ahead, k_row, factor)
+        step = scale_step(p, f.V)
+        stream_values(v, v_row, size, width, dtype, s, count, acc, acc_row, alpha, ahead, k_row, scale, step)
 
 
 @driver
@@ -311,8 +353,8 @@ def weigh_tile(
         ahead = key_ahead(p, batch, kv_head, row, last, following)
         s = ws + field(p, f.WS_SCORES) + 4 * sz.PANEL * (row - k0)
         for first in range(0, num_rows, count):
-            factor = e4m3_factor(p, f.V, batch, kv_head + first // count, row)
-            weigh_run(p, ws, v, ahead, size, first, count, s + 4 * first, factor)
+            scale = scale_address(p, f.V, batch, kv_head + first // count, row)
+            weigh_run(p, ws, v, ahead, size, first, count, s + 4 * first, scale)
             v += field(p, f.V_HEAD)
             ahead += field(p, f.K_HEAD)
         # The first run has already rescaled the running results.

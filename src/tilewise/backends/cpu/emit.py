@@ -19,8 +19,8 @@ Value = Any  # llvmlite carries no types
 F32, I64, I32, I16, I8 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 
 # Element codes of the parameter block. A boolean mask is read as a bias: True is 0, False is -inf.
-FP32, BF16, FP16, BOOL, E4M3 = 0, 1, 2, 3, 4
-ITEM_BYTES = (4, 2, 2, 1, 1)
+FP32, BF16, FP16, BOOL, E4M3, INT8 = range(6)
+ITEM_BYTES = (4, 2, 2, 1, 1, 1)
 # e4m3 bits shifted into fp16 give a number this many times too small: the exponent bias is 15 instead of 7.
 E4M3_UNIT = 2.0**8
 
@@ -248,13 +248,15 @@ class Emitter:
     # Element types
 
     def load_as_f32(self, address: Value, dtype: int, lanes: int | None = None, factor: Value = None) -> Value:
-        """Adjacent elements of some dtype as a vector of fp32; e4m3 ones times `factor`, their scale * E4M3_UNIT."""
+        """Adjacent elements of some dtype as a vector of fp32. 8-bit codes are multiplied by `factor`, their scale (of
+        e4m3 times E4M3_UNIT), if it is given.
+        """
         b, count = self.b, lanes or self.lanes
         floats, words = ir.VectorType(F32, count), ir.VectorType(I32, count)
-        if dtype == E4M3:
-            return b.fmul(
-                self._e4m3_to_float(self.load(address, ir.VectorType(I8, count), align=1)), self.splat(factor, count)
-            )
+        if dtype in (E4M3, INT8):
+            codes = self.load(address, ir.VectorType(I8, count), align=1)
+            values = self._e4m3_to_float(codes) if dtype == E4M3 else b.sitofp(b.sext(codes, words), floats)
+            return values if factor is None else b.fmul(values, self.splat(factor, count))
         if dtype == FP32:
             return self.load(address, floats)
         if dtype == BOOL:
@@ -266,7 +268,7 @@ class Emitter:
             return b.bitcast(b.shl(b.zext(halves, words), self.i32s(16, count)), floats)
         return self._half_to_float(halves)
 
-    def load_many_as_f32(self, address: Value, dtype: int, count: int, factor: Value) -> list[Value]:
+    def load_many_as_f32(self, address: Value, dtype: int, count: int, factor: Value = None) -> list[Value]:
         """`count` vectors, as `load_as_f32` makes them; e4m3 two at a time, as it is shifted in 16-bit lanes."""
         b, lanes, item = self.b, self.lanes, ITEM_BYTES[dtype]
         at_once = 2 if dtype == E4M3 else 1

@@ -26,8 +26,8 @@ from tilewise.backends.cpu.microkernels import row_max, scores, softmax, weigh_v
 from tilewise.backends.cpu.packing import fill, pack_rows, transpose_panel
 from tilewise.backends.cpu.scoring import (
     change_scores,
+    code_factor,
     drop_panel,
-    e4m3_factor,
     end_seen,
     first_seen,
     is_cut,
@@ -62,7 +62,7 @@ def pack_queries(
                 head += 1
             run = rows_of_scale(p, tensor, row, min(rows - lane, q_len - row))
             source, place = base + head * field(p, tensor + 2) + row * row_bytes, stage + 4 * lane * width
-            factor = e4m3_factor(p, tensor, batch, head, row)
+            factor = code_factor(p, tensor, batch, head, row)
             pack_rows(source, row_bytes, run, dtype, field(p, f.HEAD_DIM), place, 4 * width, width, factor)
             lane += run
             row += run

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise.backends.cpu import interrupts, schedule, threads
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.cache import program
-from tilewise.backends.cpu.emit import BF16, E4M3, FP16, FP32
+from tilewise.backends.cpu.emit import BF16, E4M3, FP16, FP32, INT8
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
 from tilewise.numerics import LOG2E, dropout_threshold
@@ -80,7 +80,7 @@ def problem_fields(problem: AttentionProblem) -> Block:
         f.DIM_V_LANES: round_up(problem.head_dim_v, isa.lanes),
         f.DTYPE: DTYPES[problem.dtype],
         f.Q_DTYPE: E4M3 if "q" in problem.fp8 else DTYPES[problem.dtype],
-        f.KV_DTYPE: E4M3 if problem.fp8 else DTYPES[problem.dtype],
+        f.KV_DTYPE: (INT8 if problem.int8 else E4M3) if problem.fp8 else DTYPES[problem.dtype],
         f.Q_SCALE: f.float_bits(q_scale),
         f.SCALE: f.float_bits(problem.scale),
         f.TO_LOG2: f.float_bits(to_log2),
@@ -201,7 +201,7 @@ def _sequence_fields(operands: Operands, keep: list[Tensor]) -> Block:
 
 
 def _scale_fields(problem: AttentionProblem, operands: Operands) -> Block:
-    """Addresses and byte strides of the scales of e4m3 operands, and the rows that share one."""
+    """Addresses and byte strides of the scales of 8-bit operands, and the rows that share one."""
     block: Block = {}
     positions = (f.Q_SCALES, f.K_SCALES, f.V_SCALES)
     scales = (operands.q_scale, operands.k_scale, operands.v_scale)
@@ -444,7 +444,7 @@ def forward_program(problem: AttentionProblem) -> str:
     """The program for a forward pass."""
     if schedule.decodes(problem):
         return "decode"
-    # e4m3 times its scale does not fit bf16.
+    # An 8-bit code times its scale does not fit bf16.
     in_tiles = problem.dtype == torch.bfloat16 and not problem.fp8 and host().matrix is not None
     return "forward_matrix" if in_tiles else "forward"
 

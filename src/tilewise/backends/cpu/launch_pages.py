@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 
+import torch
 from torch import Tensor
 
 from tilewise.backends.cpu import threads
@@ -16,8 +17,8 @@ from tilewise.backends.cpu.launch import DTYPES
 from tilewise.backends.cpu.params import COUNTER_FIELDS
 
 # Number of new rows, their slots, page size and heads; then for K and for V: source, its token and head strides, pages,
-# their page, slot and head strides, elements of a head (bytes if copied), the source's dtype, scales (pages, heads).
-# Without V, its fields are 0.
+# their page, slot and head strides, elements of a head (bytes if copied), the source's dtype, scales: (pages, heads) of
+# e4m3, (pages, heads, page size) of int8. Without V, its fields are 0.
 NUM_ROWS, SLOTS, PAGE_SIZE, NUM_HEADS = range(4)
 K, V = 4, 14
 SOURCE, SOURCE_ROW, SOURCE_HEAD, PAGES, PAGES_PAGE, PAGES_SLOT, PAGES_HEAD, SIZE, DTYPE, SCALES = range(10)
@@ -50,7 +51,8 @@ def append_quantised(
     of_v = (0,) * (BLOCK_FIELDS - V) if v is None or v_pages is None else _written(v, v_pages, v_scale)
     elements = k.numel() + (0 if v is None else v.numel())
     fields = (*_written(k, k_pages, k_scale), *of_v)
-    _write("append_quantised", k, k_pages, slots, fields, elements // QUANTISED_ELEMENTS)
+    name = "append_int8" if k_pages.dtype == torch.int8 else "append_quantised"
+    _write(name, k, k_pages, slots, fields, elements // QUANTISED_ELEMENTS)
 
 
 def _write(name: str, k: Tensor, pages: Tensor, slots: Tensor, fields: tuple[int, ...], more_threads: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from tilewise.backends.cpu.compiler import kernel
-from tilewise.backends.cpu.emit import BF16, E4M3, F32, FP16, FP32, ITEM_BYTES, Emitter, Value, void
+from tilewise.backends.cpu.emit import BF16, E4M3, F32, FP16, FP32, INT8, ITEM_BYTES, Emitter, Value, void
 
 
 def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[int], None]) -> None:
@@ -28,7 +28,7 @@ def by_dtype(e: Emitter, dtype: Value, dtypes: tuple[int, ...], body: Callable[[
 
 
 # Dtypes that rows are read from.
-SOURCES = (FP32, BF16, FP16, E4M3)
+SOURCES = (FP32, BF16, FP16, E4M3, INT8)
 # Vectors moved per loop iteration.
 MOVED_AT_ONCE = 4
 

@@ -1,12 +1,14 @@
-"""Writes rows of K and V into pages: copies, or quantised to e4m3 (tilewise/kv/quantised.py defines the bits).
+"""Writes rows of K and V into pages: copies, or quantised to e4m3 or int8 (tilewise/kv/quantised.py defines the bits).
 
-A work item is a few rows. To quantise, the thread with the first row that goes to a page does all heads of the page.
+A work item is a few rows. Where a page shares a scale, the thread with the first row that goes to a page does all
+heads of the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from llvmlite import ir
 
 from tilewise.backends.cpu import launch_pages as f
@@ -17,7 +19,10 @@ from tilewise.backends.cpu.packing import by_dtype
 
 SOURCES = (FP32, BF16, FP16)
 AMAX_FLOOR = 2.0**-96
-E4M3_MAX = 448.0
+E4M3_MAX, INT8_MAX = 448.0, 127.0
+# 1.5 * 2^23: adding it leaves the nearest integer in the low bits.
+ROUND_TO_INTEGER = 12582912.0
+LARGEST, NAN = float(np.finfo(np.float32).max), float("nan")
 INFINITE, NAN_CODE, LARGEST_BITS = 0x7F800000, 0x7F, 0x43E00000
 # Below 2^-6, codes count steps of 2^-9.
 NORMAL_BITS = 0x3C800000
@@ -149,6 +154,39 @@ def encode_row(e: Emitter, source: Value, dtype: Value, dim: Value, target: Valu
     _source_words(e, source, dtype, dim, part)
 
 
+@kernel("iiiif")
+def encode_int8_row(e: Emitter, source: Value, dtype: Value, dim: Value, target: Value, factor: Value) -> None:
+    """target[dim] = round(source[dim] * factor), whose magnitude is at most 127.5; 0 for a factor of 0."""
+    b = e.b
+
+    def part(i: Value, value: Value, _size: Value) -> None:
+        lanes = value.type.count
+        scaled = b.bitcast(_scaled(e, value, factor), ir.VectorType(F32, lanes))
+        nearest = b.fadd(scaled, e.f32s(ROUND_TO_INTEGER, lanes))
+        # A product of 0 and a number that is not finite is NaN.
+        none = b.fcmp_unordered("==", scaled, e.f32s(0.0, lanes))
+        codes = b.select(none, e.i32s(0, lanes), _words(e, nearest))
+        e.store(b.add(target, i), b.trunc(codes, ir.VectorType(I8, lanes)), align=1)
+
+    _source_words(e, source, dtype, dim, part)
+
+
+@kernel("iii", "f")
+def row_top(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
+    """The largest magnitude of `dim` elements; infinite or NaN if one is."""
+    b, found = e.b, e.b.alloca(I32)
+    b.store(ir.Constant(I32, 0), found)
+
+    def part(_i: Value, _value: Value, size: Value) -> None:
+        kind = ir.FunctionType(I32, [size.type])
+        top = b.call(e.declared(f"llvm.vector.reduce.smax.v{size.type.count}i32", kind), [size])
+        before = b.load(found)
+        b.store(b.select(b.icmp_signed(">", top, before), top, before), found)
+
+    _source_words(e, source, dtype, dim, part)
+    return b.bitcast(b.load(found), F32)
+
+
 @kernel("iif")
 def move_row(e: Emitter, codes: Value, dim: Value, ratio: Value) -> None:
     """codes[dim] times a ratio, rounded to e4m3 again. NaN stays NaN."""
@@ -194,6 +232,40 @@ def append_head(p: int, tensor: int, row: int, count: int, page: int, place: int
                 move_row(codes + n * step, dim, held / scale)
     for n in range(count):
         encode_row(source + n * stride, dtype, dim, codes + (place + n) * step, 1.0 / scale)
+
+
+@driver
+def append_row(p: int, tensor: int, row: int, slot: int) -> None:
+    """Write one row of K (or V) into its slot of an int8 page, each head with a scale of its own."""
+    dim, dtype, page_size = field(p, tensor + f.SIZE), field(p, tensor + f.DTYPE), field(p, f.PAGE_SIZE)
+    page, place, heads = slot // page_size, slot % page_size, field(p, f.NUM_HEADS)
+    source = field(p, tensor + f.SOURCE) + row * field(p, tensor + f.SOURCE_ROW)
+    target = field(p, tensor + f.PAGES) + page * field(p, tensor + f.PAGES_PAGE)
+    target += place * field(p, tensor + f.PAGES_SLOT)
+    scale_at = field(p, tensor + f.SCALES) + 4 * (page * heads * page_size + place)
+    for head in range(heads):
+        values = source + head * field(p, tensor + f.SOURCE_HEAD)
+        top = row_top(values, dtype, dim)
+        factor, scale = 0.0, NAN
+        if top <= LARGEST:
+            scale, factor = max(top, AMAX_FLOOR) / INT8_MAX, INT8_MAX / max(top, AMAX_FLOOR)
+        encode_int8_row(values, dtype, dim, target + head * field(p, tensor + f.PAGES_HEAD), factor)
+        store_f32(scale_at + 4 * head * page_size, scale)
+
+
+@driver
+def append_int8(p: int) -> None:
+    """The entry point of each thread: take items until none is left."""
+    rows = field(p, f.NUM_ROWS)
+    while True:
+        first = atomic_add(p + 8 * f.BLOCK_FIELDS + f.NEXT_ITEM, f.ROWS_PER_ITEM)
+        if first >= rows:
+            break
+        for row in range(first, min(rows, first + f.ROWS_PER_ITEM)):
+            slot = load_i64(field(p, f.SLOTS) + 8 * row)
+            if slot >= 0:
+                append_row(p, f.K, row, slot)
+                append_row(p, f.V, row, slot)
 
 
 @driver

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.emit import BOOL, E4M3_UNIT, FP32
+from tilewise.backends.cpu.emit import BOOL, E4M3, E4M3_UNIT, FP32
 from tilewise.backends.cpu.features import add_alibi, add_panel, apply_softcap, drop, gather_row, mask_band, mask_bits
 from tilewise.backends.cpu.intrinsics import (
     field,
@@ -84,18 +84,42 @@ def scales_of(tensor: int) -> int:
 
 
 @driver
-def e4m3_factor(p: int, tensor: int, batch: int, head: int, row: int) -> float:
-    """The factor for loads of e4m3 rows of Q, K or V: scale times E4M3_UNIT. Other dtypes ignore it.
-
-    It is finite for scales below 2^120; those of fp32 numbers are at most 2^128 / 448.
-    """
+def scale_address(p: int, tensor: int, batch: int, head: int, row: int) -> int:
+    """Address of the scale of a row of Q, K or V; 0 without scales."""
     scales = scales_of(tensor)
     if field(p, scales) == 0:
+        return 0
+    entry, place = batch, row
+    if tensor != f.Q and field(p, f.PAGE_SIZE) != 0:
+        entry, place = kv_row(p, batch, row), row % field(p, f.PAGE_SIZE)
+    block = place // field(p, scales + 4) if field(p, scales + 4) != 0 else 0
+    offset = entry * field(p, scales + 1) + head * field(p, scales + 2) + block * field(p, scales + 3)
+    return field(p, scales) + offset
+
+
+@driver
+def scaled_by(p: int, address: int) -> float:
+    """The factor for loads of codes whose scale is at an address; 1 for address 0.
+
+    That of e4m3 is finite for scales below 2^120; those of fp32 numbers are at most 2^128 / 448.
+    """
+    if address == 0:
         return 1.0
-    entry = kv_row(p, batch, row) if tensor != f.Q and field(p, f.PAGE_SIZE) != 0 else batch
-    block = row // field(p, scales + 4) if field(p, scales + 4) != 0 else 0
-    place = entry * field(p, scales + 1) + head * field(p, scales + 2) + block * field(p, scales + 3)
-    return E4M3_UNIT * load_f32(field(p, scales) + place)
+    # q is in 8 bits only if K and V are, in the same dtype.
+    return E4M3_UNIT * load_f32(address) if field(p, f.KV_DTYPE) == E4M3 else load_f32(address)
+
+
+@driver
+def code_factor(p: int, tensor: int, batch: int, head: int, row: int) -> float:
+    """The factor for loads of a row of Q, K or V in 8 bits. Other dtypes ignore it."""
+    return scaled_by(p, scale_address(p, tensor, batch, head, row))
+
+
+@driver
+def scale_step(p: int, tensor: int) -> int:
+    """Bytes between the scales of neighbouring rows, 0 if rows share one."""
+    scales = scales_of(tensor)
+    return field(p, scales + 3) if field(p, scales + 4) == 1 else 0
 
 
 @driver
@@ -106,12 +130,16 @@ def rows_of_scale(p: int, tensor: int, row: int, count: int) -> int:
 
 
 @driver
+def stride_run(p: int, row: int, end: int) -> int:
+    """How many rows of K or V in [row, end) have one stride: up to the end of a page."""
+    page_size = field(p, f.PAGE_SIZE)
+    return min(end - row, page_size - row % page_size) if page_size != 0 else end - row
+
+
+@driver
 def run_length(p: int, tensor: int, row: int, end: int) -> int:
     """How many rows of K or V in [row, end) have one stride and one scale: up to the end of a page or block."""
-    page_size = field(p, f.PAGE_SIZE)
-    if page_size == 0:
-        return rows_of_scale(p, tensor, row, end - row)
-    return min(end - row, page_size - row % page_size)
+    return rows_of_scale(p, tensor, row, stride_run(p, row, end))
 
 
 @driver
@@ -128,7 +156,7 @@ def pack_tile(
     while row < end:
         count = run_length(p, tensor, row, end)
         source, place = kv_address(p, tensor, batch, kv_head, row), target + 4 * (row - begin) * width
-        factor = e4m3_factor(p, tensor, batch, kv_head, row)
+        factor = code_factor(p, tensor, batch, kv_head, row)
         pack_rows(source, field(p, tensor + 3), count, field(p, f.KV_DTYPE), dim, place, 4 * width, width, factor)
         row += count
     for pad in range(end - begin, (end - begin + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP):
@@ -149,7 +177,7 @@ def pack_values_tile(p: int, tensor: int, batch: int, kv_head: int, begin: int, 
         count = run_length(p, tensor, row, end)
         source = kv_address(p, tensor, batch, kv_head, row)
         place, dim = target + 4 * (row - begin) * sz.VALUE_STEP, field(p, f.HEAD_DIM_V)
-        factor = e4m3_factor(p, tensor, batch, kv_head, row)
+        factor = code_factor(p, tensor, batch, kv_head, row)
         pack_values(source, field(p, tensor + 3), count, field(p, f.KV_DTYPE), dim, place, column_bytes, width, factor)
         row += count
     padded = (end - begin + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP

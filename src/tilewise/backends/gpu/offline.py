@@ -11,7 +11,8 @@ from tilewise.tiles import TILE, WORDS
 
 def operand_views(problem: AttentionProblem, *, packed_queries: bool) -> dict[str, View]:
     """Views of contiguous canonical operands of a problem; paged queries with cu_seqlens_q if `packed_queries`."""
-    dtypes = dict.fromkeys("qkv", problem.dtype) | dict.fromkeys(problem.fp8, torch.float8_e4m3fn)
+    codes = torch.int8 if problem.int8 else torch.float8_e4m3fn
+    dtypes = dict.fromkeys("qkv", problem.dtype) | dict.fromkeys(problem.fp8, codes)
     views = {name: _contiguous(shape, dtypes[name]) for name, shape in _row_shapes(problem).items()}
     views |= {f"{name}_scale": _contiguous(_scale_shape(problem, name), torch.float32) for name in problem.fp8}
     if problem.kind == "varlen" or (problem.kind == "paged" and packed_queries):
@@ -56,10 +57,10 @@ def _row_shapes(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
 
 
 def _scale_shape(problem: AttentionProblem, name: str) -> tuple[int, int, int]:
-    """(sequences or pages, heads, blocks) of an e4m3 operand."""
+    """(sequences or pages, heads, blocks) of an operand in 8 bits."""
     heads = problem.num_heads if name == "q" else problem.num_kv_heads
     if name != "q" and problem.page_size is not None:
-        return problem.total_k // problem.page_size, heads, 1
+        return problem.total_k // problem.page_size, heads, problem.page_size if problem.int8 else 1
     length = problem.seqlen_q if name == "q" else problem.seqlen_k
     return problem.batch, heads, -(-length // (problem.scale_blocks["qkv".index(name)] or max(1, length)))
 

@@ -168,6 +168,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield from _paged_refusals(problem, problem.page_size)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k):
         yield "there is nothing to compute (no sequence, no query or no key)"
+    if problem.int8:
+        yield "k, v in int8: these kernels take one scale for a page of keys, not one for each of its tokens"
     if problem.fp8 and not decodes(problem):
         yield from _fp8_refusals(problem)
     for name in ("alibi", "bias", "mask", "dropout"):

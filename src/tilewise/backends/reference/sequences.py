@@ -40,10 +40,11 @@ def heads_first(problem: AttentionProblem, tensor: Tensor, sequence: Sequence, r
 def row_scales(
     problem: AttentionProblem, scale: Tensor, block: int | None, sequence: Sequence, rows: Tensor, *, in_pages: bool
 ) -> Tensor:
-    """The fp64 scales (heads, seqlen, 1) of one sequence's rows of an e4m3 operand."""
+    """The fp64 scales (heads, seqlen, 1) of one sequence's rows of an operand in 8 bits."""
     if in_pages:
         assert problem.page_size is not None
-        return scale[rows // problem.page_size, :, 0].transpose(0, 1)[..., None].double()
+        slot = rows % problem.page_size // (block or problem.page_size)
+        return scale[rows // problem.page_size, :, slot].transpose(0, 1)[..., None].double()
     position = torch.arange(len(rows), device=rows.device)
     return scale[sequence.index][:, position // block if block else 0 * position, None].double()
 

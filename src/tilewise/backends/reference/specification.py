@@ -140,7 +140,7 @@ def _backward_one(
 
 
 def load(problem: AttentionProblem, operands: Operands, sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of one sequence in fp64, each K/V head repeated for the query heads it serves; e4m3 times its scale."""
+    """q, k, v of one sequence in fp64, scales applied, each K/V head repeated for the query heads it serves."""
     q = heads_first(problem, operands.q, sequence, sequence.q_rows)
     k = heads_first(problem, operands.k, sequence, sequence.k_rows)
     v = heads_first(problem, operands.v, sequence, sequence.k_rows)

@@ -95,15 +95,14 @@ class TritonBackend(GpuBackend):
         return TileShape(config.block_m, config.block_n)
 
     def fp8_path(self, problem: AttentionProblem) -> str:
-        """How e4m3 operands are computed, for `explain()`."""
+        """How 8-bit operands are computed, for `explain()`."""
         if problem.head_dim % 2 or problem.head_dim_v % 2:
             return (
                 "dequantised to fp32 before the kernels: rows of an odd head_dim cannot be read two columns at a time"
             )
         dtype = "fp32" if problem.dtype == torch.float32 else "fp16"
-        return (
-            f"{', '.join(problem.fp8)} read as e4m3 and widened to {dtype} in registers; scales go into scores and sums"
-        )
+        read = f"{', '.join(problem.fp8)} read as {problem.codes} and widened to {dtype} in registers"
+        return f"{read}; scales go into scores and sums"
 
     def skips_tiles(self, problem: AttentionProblem) -> str:
         """How tile masks are read, for `explain()`."""
@@ -128,7 +127,7 @@ class TritonBackend(GpuBackend):
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
         if problem.fp8 and not _read_in_pairs(operands):
-            # In fp32: bf16 would round lse visibly, and fp16 may overflow on e4m3 times its scale.
+            # In fp32: bf16 would round lse visibly, and fp16 may overflow on a code times its scale.
             plain, operands = dequantised(problem, operands._replace(out=None), torch.float32)
             out, lse = super().forward(plain, operands)
             return out.to(problem.dtype), lse
@@ -189,7 +188,7 @@ class TritonBackend(GpuBackend):
         v_scale: Tensor | None,
         slots: Tensor,
     ) -> None:
-        """Writes rows of K and V, or of latents, into slots of e4m3 pages: see tilewise.kv.quantised."""
+        """Writes rows of K and V, or of latents, into slots of 8-bit pages: see tilewise.kv.quantised."""
         from tilewise.backends.triton import serving
 
         serving.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
@@ -255,8 +254,8 @@ class TritonBackend(GpuBackend):
 
 
 def _read_in_pairs(operands: Operands) -> bool:
-    """Whether two columns of every e4m3 row can be read as one 16-bit number: no odd head_dim, stride or address."""
-    quantised = [t for t in operands[:3] if t.dtype == torch.float8_e4m3fn]
+    """Whether two columns of every 8-bit row can be read as one 16-bit number: no odd head_dim, stride or address."""
+    quantised = [t for t in operands[:3] if t.dtype in (torch.float8_e4m3fn, torch.int8)]
     return all(t.shape[-1] % 2 == 0 and t.data_ptr() % 2 == 0 and _even(t.stride()[:-1]) for t in quantised)
 
 

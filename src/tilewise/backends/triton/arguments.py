@@ -72,8 +72,8 @@ def _rows(name: str, view: View, dims: Dims, sizes: tuple[int, int], reach: int 
 
 
 def _paired(view: View) -> View:
-    """e4m3 as 16-bit pairs of columns (see quantised.py), other tensors unchanged."""
-    if view.dtype != torch.float8_e4m3fn:
+    """e4m3 and int8 as 16-bit pairs of columns (see quantised.py), other tensors unchanged."""
+    if view.dtype not in (torch.float8_e4m3fn, torch.int8):
         return view
     return View((*(stride // 2 for stride in view.strides[:-1]), 1), torch.uint16, view.aligned)
 
@@ -94,7 +94,7 @@ def page_rows(problem: AttentionProblem, name: str, view: View) -> Rows:
 
 
 def key_rows(problem: AttentionProblem, name: str, view: View) -> Rows:
-    """Rows of k or v, or of dense or packed dk or dv; e4m3 as pairs of columns."""
+    """Rows of k or v, or of dense or packed dk or dv; 8-bit codes as pairs of columns."""
     view = _paired(view)
     if problem.kind == "paged":
         return page_rows(problem, name, view)
@@ -356,7 +356,7 @@ def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
 
 
 def scale_arguments(views: Views) -> dict[str, Any]:
-    """The scales of e4m3 operands as rows of (sequence or page, head, block). None without scales."""
+    """The scales of 8-bit operands as rows of (sequence or page, head, block). None without scales."""
     found: dict[str, Any] = {}
     for name in ("q_scale", "k_scale", "v_scale"):
         address = single_address(views, name)

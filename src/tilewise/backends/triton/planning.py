@@ -133,9 +133,9 @@ class Traits:
     fast path masks and takes the maximum before it scales. EXACT: plain scores may be so large that the maximum must be
     subtracted before scaling, which gives an exact 0 for the largest.
 
-    FP8: K and V are e4m3 (see quantised.py), multiplied in fp16 if HALF, else in fp32. FP8_Q: q is e4m3 too.
-    *_SHARED_ROWS rows share a scale, 0 means all rows of a head. E4M3_INSTRUCTION: the device has a conversion
-    instruction. OWN_LISTS: heads that share K and V have tile masks of their own.
+    FP8: K and V are e4m3, or if INT8 int8 (see quantised.py), multiplied in fp16 if HALF, else in fp32. FP8_Q: q is
+    e4m3 too. *_SHARED_ROWS rows share a scale, 0 means all rows of a head, or of a page. E4M3_INSTRUCTION: the device
+    has a conversion instruction. OWN_LISTS: heads that share K and V have tile masks of their own.
 
     BLOCK_TAIL: columns of K from FIRST_DIM on are a tile of their own, so wide; 0 where BLOCK_D holds all of K. LATENT:
     V is the tile of the first columns.
@@ -164,6 +164,7 @@ class Traits:
     DROPOUT_ORIGIN: bool = False
     EXACT: bool = False
     FP8: bool = False
+    INT8: bool = False
     FP8_Q: bool = False
     HALF: bool = False
     Q_SHARED_ROWS: int = 0
@@ -207,7 +208,7 @@ class Plan(NamedTuple):
 
     @property
     def _cuts_pages(self) -> bool:
-        return self.traits.HALF and self.traits.PAGED
+        return self.traits.HALF and self.traits.PAGED and not self.traits.INT8
 
     @property
     def fits_decode(self) -> bool:
@@ -353,12 +354,13 @@ def traits_of(
         INTERPRETED=interpreted,
         EXACT=is_exact(problem),
         FP8=bool(problem.fp8),
+        INT8=problem.int8,
         FP8_Q="q" in problem.fp8,
         HALF=bool(problem.fp8) and problem.dtype != torch.float32,
         Q_SHARED_ROWS=q_rows,
         K_SHARED_ROWS=k_rows,
         V_SHARED_ROWS=v_rows,
-        E4M3_INSTRUCTION=bool(problem.fp8) and device.has_fp8,
+        E4M3_INSTRUCTION=bool(problem.fp8) and not problem.int8 and device.has_fp8,
         OWN_LISTS=problem.tiles_shape is not None and problem.tiles_shape[1] > 1 and problem.group_size > 1,
     )
 

@@ -1,11 +1,11 @@
-"""K and V in e4m3: widened to fp16 in registers, their scales applied to scores, probabilities and sums.
+"""K and V in e4m3 or int8: widened to fp16 in registers, their scales applied to scores, probabilities and sums.
 
 Two neighbouring columns of a row are read as one 16-bit number, so that tiles are loaded, buffered and transposed on
 their way to the matrix units like tiles of fp16. (8-bit elements cannot be transposed there and would be read one by
 one.) Each pair is split just before it is multiplied: everything with head_dim columns is a pair of tiles here, its
 even and its odd columns.
 
-fp16 holds every e4m3 number. A query is exact in it after a power of two has made its largest element fit.
+fp16 holds every number of both. A query is exact in it after a power of two has made its largest element fit.
 Probabilities are multiplied by 2^14, so that 2^-38 of the largest is still representable. fp32 queries are multiplied
 in fp32.
 """
@@ -39,7 +39,7 @@ BY_INSTRUCTION = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $0, even;
     cvt.rn.f16x2.e4m3x2 $1, odd;
 }""")
-# ... and by arithmetic on two at a time: shift the magnitude, carry 0x7F (NaN) into the top exponent bit, add the sign.
+# ... by arithmetic on two at a time: shift the magnitude, carry 0x7F (NaN) into the top exponent bit, add the sign.
 BY_ARITHMETIC = tl.constexpr("""{
     .reg .b32 code, size, carry, sign;
     shl.b32 code, $2, 8;
@@ -59,6 +59,17 @@ BY_ARITHMETIC = tl.constexpr("""{
     or.b32 $1, size, sign;
 }""")
 
+# ... and int8: code + 128 in the last bits of 1024 gives 1152 + code, exactly.
+FROM_INT8 = tl.constexpr("""{
+    .reg .b32 code, even, odd, zero;
+    xor.b32 code, $2, 0x80808080;
+    mov.b32 zero, 0x64806480;
+    prmt.b32 even, code, 0x64646464, 0x4240;
+    prmt.b32 odd, code, 0x64646464, 0x4341;
+    sub.rn.f16x2 $0, even, zero;
+    sub.rn.f16x2 $1, odd, zero;
+}""")
+
 
 @triton.jit
 def widened(code):
@@ -70,7 +81,13 @@ def widened(code):
 @triton.jit
 def columns_of(pairs, T: tl.constexpr):
     """(even, odd) columns of a tile of 16-bit pairs, in fp16: multiply by `code_unit`."""
-    if T.INTERPRETED:
+    if T.INT8 and T.INTERPRETED:
+        return (pairs & 0xFF).to(tl.int8).to(tl.float16), (pairs >> 8).to(tl.int8).to(tl.float16)
+    elif T.INT8:
+        return tl.inline_asm_elementwise(
+            FROM_INT8, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif T.INTERPRETED:
         return widened(pairs & 0xFF), widened(pairs >> 8)
     elif T.E4M3_INSTRUCTION:
         return tl.inline_asm_elementwise(
@@ -85,7 +102,9 @@ def columns_of(pairs, T: tl.constexpr):
 @triton.jit
 def code_unit(T: tl.constexpr):
     """The factor for the numbers of `columns_of`."""
-    if T.INTERPRETED or not T.E4M3_INSTRUCTION:
+    if T.INT8:
+        return 1.0
+    elif T.INTERPRETED or not T.E4M3_INSTRUCTION:
         return CODE_UNIT
     else:
         return 1.0
@@ -108,10 +127,10 @@ def tile_scales(
 ):  # fmt: skip
     """The scales of keys first..first+BLOCK_N, code_unit included: one number where they share it, else (1, BLOCK_N).
 
-    `source` is that of load_keys. SHARED_ROWS rows share a scale, 0 means all rows of a head.
+    `source` is that of load_keys. SHARED_ROWS rows share a scale, 0 means all rows of a head, or of a page.
     """
     scales, base = source[6]
-    PER_KEY: tl.constexpr = T.PAGE_SIZE % BLOCK_N != 0 if T.PAGED else SHARED_ROWS % BLOCK_N != 0
+    PER_KEY: tl.constexpr = (T.PAGE_SIZE if T.PAGED and SHARED_ROWS == 0 else SHARED_ROWS) % BLOCK_N != 0
     if not PER_KEY:
         if T.PAGED:
             at = base + tl.cast(pages, tl.int64) * scales.stride_batch
@@ -122,8 +141,11 @@ def tile_scales(
         return tl.load(at) * code_unit(T)
     else:
         n_idx = first + tl.arange(0, BLOCK_N)
-        if T.PAGED:
+        if T.PAGED and SHARED_ROWS == 0:
             offsets = pages.to(tl.int64) * scales.stride_batch
+        elif T.PAGED:
+            block = n_idx % T.PAGE_SIZE // SHARED_ROWS
+            offsets = tl.cast(pages, tl.int64) * scales.stride_batch + block * scales.stride_row
         else:
             offsets = (n_idx // SHARED_ROWS * scales.stride_row).to(tl.int64)
         return tl.load(base + offsets, mask=n_idx < seqlen_k, other=0.0)[None, :] * code_unit(T)
@@ -257,7 +279,7 @@ def add_quantised_values(
         even, odd = k_columns
     else:
         even, odd = load_columns_of_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-    PER_KEY: tl.constexpr = T.PAGE_SIZE % BLOCK_N != 0 if T.PAGED else T.V_SHARED_ROWS % BLOCK_N != 0
+    PER_KEY: tl.constexpr = (T.PAGE_SIZE if T.PAGED and T.V_SHARED_ROWS == 0 else T.V_SHARED_ROWS) % BLOCK_N != 0
     if not T.HALF:
         weights = p * v_scales
         unit = 1.0

@@ -30,7 +30,15 @@ from tilewise import device as devices
 from tilewise.backends.gpu.launching import RawViews, run_described
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.triton.quantising import LARGEST
-from tilewise.backends.triton.serving import append_to_page, encoded, raise_scale, strides_of
+from tilewise.backends.triton.serving import (
+    append_to_page,
+    encoded,
+    int8_codes,
+    int8_scales,
+    raise_scale,
+    row_top,
+    strides_of,
+)
 
 # The order of the tensors: the fields of tilewise.kv.rotated_arguments.Step.
 NAMES = (
@@ -112,11 +120,24 @@ def load_head(
 
 @triton.jit
 def converted(x, inverse, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """What is stored of x: e4m3 codes of x * inverse, or x rounded."""
-    if inverse is not None:
-        return encoded(x, inverse, HARDWARE)
-    else:
+    """What is stored of x: e4m3 codes of x * inverse, int8 codes if rows have a factor each, or x rounded."""
+    if inverse is None:
         return x.to(dtype)
+    elif len(inverse.shape) == 2:
+        return int8_codes(x, inverse)
+    else:
+        return encoded(x, inverse, HARDWARE)
+
+
+@triton.jit
+def head_top(left, right, rest, DIM: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr):
+    """The largest magnitude in each row of what load_head returned, see row_top."""
+    # Padded columns were turned by NaN.
+    known = (tl.arange(0, COLUMNS) < PAIRS)[None, :]
+    top = tl.maximum(row_top(left, known), row_top(right, known))
+    if DIM > 2 * PAIRS:
+        top = tl.maximum(top, row_top(rest, (2 * PAIRS + tl.arange(0, REST) < DIM)[None, :]))
+    return top
 
 
 @triton.jit
@@ -194,7 +215,7 @@ def rotate_kernel(
     PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
     REST: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
     WINDOW: tl.constexpr, PAGE_ROWS: tl.constexpr, NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    IN_PLACE: tl.constexpr, GROWING: tl.constexpr, HARDWARE: tl.constexpr,
+    IN_PLACE: tl.constexpr, GROWING: tl.constexpr, INT8: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Strides are of (row, head), of (page, slot, head), and of a scale's head."""
     group = tl.program_id(1)
@@ -257,7 +278,10 @@ def rotate_kernel(
                 DIM, PAIRS, COLUMNS, REST, NORM, INTERLEAVED,
             )  # fmt: skip
             inverse = None
-            if k_scale is not None:
+            if INT8:
+                scale, inverse = int8_scales(head_top(left, right, rest, DIM, PAIRS, COLUMNS, REST))
+                tl.store(k_scale + (page * num_kv_heads + head) * PAGE_SIZE + place, scale, mask=inside)
+            elif k_scale is not None:
                 inverse = tl.div_rn(1.0, tl.load(k_scale + head * k_scale_stride))
             store_head(
                 target + head * k_page_strides[2], inside, left, right, rest, inverse,
@@ -273,7 +297,10 @@ def rotate_kernel(
         at = v + head * v_strides[1] + rows * v_strides[0]
         values = tl.load(at[:, None] + cols[None, :], mask=ok, other=0.0).to(tl.float32)
         inverse = None
-        if v_scale is not None:
+        if INT8:
+            scale, inverse = int8_scales(row_top(values, ok))
+            tl.store(v_scale + (page * num_kv_heads + head) * PAGE_SIZE + place, scale, mask=inside)
+        elif v_scale is not None:
             inverse = tl.div_rn(1.0, tl.load(v_scale + head * v_scale_stride))
         there = target + head * v_page_strides[2]
         tl.store(there[:, None] + cols[None, :],
@@ -296,6 +323,7 @@ class Job(NamedTuple):
     interleaved: bool
     in_place: bool
     growing: bool
+    int8: bool
     hardware: bool  # whether the device converts to e4m3
 
 
@@ -313,7 +341,7 @@ def append_rotated(
     job = Job(
         len(q), len(slots), q.shape[1], k.shape[1], len(cos_sin), k_pages.shape[1], q.shape[2], v.shape[2],
         cos_sin.shape[1], norm_eps, interleaved, in_place, k_scale is not None and k_scale.dim() == 2,
-        devices.of(q.device).has_fp8,
+        k_pages.dtype == torch.int8, devices.of(q.device).has_fp8,
     )  # fmt: skip
     run_described(rotate_calls, NAMES, job, tensors)
 
@@ -368,6 +396,7 @@ def rotate_calls(job: Job, views: RawViews) -> list[KernelCall]:
         "INTERLEAVED": job.interleaved,
         "IN_PLACE": job.in_place,
         "GROWING": job.growing,
+        "INT8": job.int8,
         "HARDWARE": job.hardware,
     }
     groups = -(-job.num_heads // group) + 2 * -(-job.num_kv_heads // group)

@@ -12,6 +12,9 @@ append_kernel quantises new rows of K and V on their way into e4m3 pages, withou
     the new rows                   e4m3(x / scale)
 
 In one step a page belongs to one sequence, whose rows are consecutive, so no two programs write the same element.
+
+append_int8_kernel does the same for int8 pages, where each row has its own scale. Grid (rows, heads, K or V).
+
 tilewise/kv/quantised.py defines the bits, and tests compare with it.
 """
 
@@ -20,6 +23,8 @@ tilewise/kv/quantised.py defines the bits, and tests compare with it.
 # ruff: noqa: N803
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -36,6 +41,9 @@ from tilewise.numerics import LOG2E as LOG2E_FLOAT
 LOG2E = tl.constexpr(LOG2E_FLOAT)
 LN2 = tl.constexpr(LN2_FLOAT)
 NEG_INF = tl.constexpr(float("-inf"))
+INT8_MAX = tl.constexpr(127.0)
+# 1.5 * 2^23: adding and subtracting it rounds to the nearest integer.
+ROUND_TO_INTEGER = tl.constexpr(12582912.0)
 # Elements of a row that a program moves at once: 16 bytes per thread of four warps in bf16.
 MOST_ELEMENTS = 1024
 # From this size on, a batch is mostly prompts, whose rows share pages. A program then scans more rows with more threads
@@ -215,6 +223,64 @@ def append_kernel(
                 )  # fmt: skip
 
 
+@triton.jit
+def row_top(x, inside):
+    """The largest magnitude of each row, +inf if a number is not finite. Columns that are not `inside` are ignored."""
+    size = tl.where(inside, tl.abs(x), 0.0)
+    return tl.max(tl.where(size <= LARGEST, size, float("inf")), 1)
+
+
+@triton.jit
+def int8_scales(top):
+    """(scales of rows, factors before rounding (rows, 1)), see tilewise.fp8.rounding.encode_rows; (NaN, 0) for +inf."""
+    amax = tl.maximum(tl.where(top <= LARGEST, top, 0.0), AMAX_FLOOR)
+    scale = tl.where(top <= LARGEST, tl.div_rn(amax, INT8_MAX), float("nan"))
+    return scale, tl.where(top <= LARGEST, tl.div_rn(INT8_MAX, amax), 0.0)[:, None]
+
+
+@triton.jit
+def int8_codes(x, factor):
+    """Bytes of round(x * factor); 0 for a factor of 0, whatever x is."""
+    y = tl.where(factor > 0.0, x * factor, 0.0)
+    return ((y + ROUND_TO_INTEGER) - ROUND_TO_INTEGER).to(tl.int32).to(tl.uint8)
+
+
+@triton.jit
+def append_int8_rows(
+    new, pages, scales, rows, slot, head, num_heads, new_strides, page_strides, PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write rows of one head of K or V into their slots; negative slots are skipped."""
+    cols = tl.arange(0, COLUMNS)
+    inside = (slot >= 0)[:, None] & (cols < DIM)[None, :]
+    source = new + head * new_strides[1] + rows * new_strides[0]
+    x = tl.load(source[:, None] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    scale, factor = int8_scales(row_top(x, inside))
+    page, place = slot // PAGE_SIZE, slot % PAGE_SIZE
+    target = pages + head * page_strides[2] + page * page_strides[0] + place * page_strides[1]
+    tl.store(target[:, None] + cols[None, :], int8_codes(x, factor), mask=inside)
+    tl.store(scales + (page * num_heads + head) * PAGE_SIZE + place, scale, mask=slot >= 0)
+
+
+@triton.jit
+def append_int8_kernel(
+    k, v, k_pages, v_pages, k_scale, v_scale, slots, num_rows, num_heads,
+    k_strides, v_strides, k_page_strides, v_page_strides,
+    PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Strides are of (row, head) and of (page, slot, head); scales are contiguous (pages, heads, page size)."""
+    head = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + rows, mask=rows < num_rows, other=-1)
+    if tl.program_id(2) == 0:
+        append_int8_rows(k, k_pages, k_scale, rows, slot, head, num_heads, k_strides, k_page_strides,
+                         PAGE_SIZE, DIM, COLUMNS)  # fmt: skip
+    else:
+        append_int8_rows(v, v_pages, v_scale, rows, slot, head, num_heads, v_strides, v_page_strides,
+                         PAGE_SIZE, DIM_V, COLUMNS_V)  # fmt: skip
+
+
 WRITTEN = ("k", "v", "k_pages", "v_pages", "slots")
 APPENDED = ("k", "v", "k_pages", "v_pages", "k_scale", "v_scale", "slots")
 MERGED = ("out", "lse", "part", "part_lse", "rows")
@@ -237,7 +303,8 @@ def append_quantised(
 ) -> None:
     """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
     sizes = (*k.shape, 0 if v is None else v.shape[2], k_pages.shape[1], devices.of(k.device).has_fp8)
-    run_described(append_calls, APPENDED, sizes, (k, v, k_pages, v_pages, k_scale, v_scale, slots))
+    describe = append_int8_calls if k_pages.dtype == torch.int8 else append_calls
+    run_described(describe, APPENDED, sizes, (k, v, k_pages, v_pages, k_scale, v_scale, slots))
 
 
 def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
@@ -297,15 +364,36 @@ def append_calls(sizes: tuple[int, ...], views: RawViews) -> list[KernelCall]:
     """The kernel for (rows, num_heads, dim, dim_v, page_size, whether the device has FP8); codes are moved as bytes.
     Latents have no v, and a dim_v of 0.
     """
-    rows, heads, dim, dim_v, page_size, hardware = sizes
+    rows, heads, _, _, page_size, hardware = sizes
+    window = triton.next_power_of_2(page_size)
+    held, seen, num_warps, most = (16, 16, 4, 8192) if rows > MANY_ROWS else (8, 1, 1, 4096)
+    arguments = _append_arguments(sizes, views)
+    widest = max(arguments["COLUMNS"], arguments["COLUMNS_V"])
+    arguments |= {
+        "ROWS": min(held, window, most // widest),
+        "ROWS_SEEN": seen,
+        "WINDOW": window,
+        "HARDWARE": bool(hardware),
+    }
+    return [KernelCall(append_kernel, (-(-rows // seen), heads, 1 if views[1] is None else 2), arguments, num_warps)]
+
+
+def append_int8_calls(sizes: tuple[int, ...], views: RawViews) -> list[KernelCall]:
+    """The kernel for int8 pages, of the sizes of append_calls."""
+    rows, heads, *_ = sizes
+    held, num_warps = (16, 4) if rows > MANY_ROWS else (1, 1)
+    arguments = _append_arguments(sizes, views) | {"ROWS": held}
+    # Not fused, so that the bits are those of tilewise.fp8.rounding.
+    return [KernelCall(append_int8_kernel, (-(-rows // held), heads, 2), arguments, num_warps, fused=False)]
+
+
+def _append_arguments(sizes: tuple[int, ...], views: RawViews) -> dict[str, Any]:
+    rows, heads, dim, dim_v, page_size, _ = sizes
     addresses = {
         name: None if view is None else Address(name, torch.uint8 if view[1].itemsize == 1 else view[1], view[2])
         for name, view in zip(APPENDED, views, strict=True)
     }
-    window = triton.next_power_of_2(page_size)
-    held, seen, num_warps, most = (16, 16, 4, 8192) if rows > MANY_ROWS else (8, 1, 1, 4096)
-    columns, columns_v = (triton.next_power_of_2(max(1, width)) for width in (dim, dim_v))
-    arguments = addresses | {
+    return addresses | {
         "num_rows": rows,
         "num_heads": heads,
         "k_strides": strides_of(views[0], 2),
@@ -315,11 +403,6 @@ def append_calls(sizes: tuple[int, ...], views: RawViews) -> list[KernelCall]:
         "PAGE_SIZE": page_size,
         "DIM": dim,
         "DIM_V": dim_v,
-        "COLUMNS": columns,
-        "COLUMNS_V": columns_v,
-        "ROWS": min(held, window, most // max(columns, columns_v)),
-        "ROWS_SEEN": seen,
-        "WINDOW": window,
-        "HARDWARE": bool(hardware),
+        "COLUMNS": triton.next_power_of_2(dim),
+        "COLUMNS_V": triton.next_power_of_2(max(1, dim_v)),
     }
-    return [KernelCall(append_kernel, (-(-rows // seen), heads, 1 if views[1] is None else 2), arguments, num_warps)]
