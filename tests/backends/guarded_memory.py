@@ -183,12 +183,13 @@ def of_case(case: Case) -> Work:
 
 
 def other_programs() -> Iterator[tuple[str, Work]]:
-    """Rows into pages, rows into e4m3 pages, partial rows merged, prefixes, tangents and second derivatives."""
+    """Rows into pages, rows into 8-bit pages, partial rows merged, prefixes, tangents and second derivatives."""
     for dtype in DTYPES:
         for dim, dim_v in ((1, 3), (33, 40), (64, 64), (100, 7)):
             name = f"{dtype} {dim}:{dim_v}"
             yield f"write_rows {name}", functools.partial(written, dtype, dim, dim_v)
-            yield f"append_quantised {name}", functools.partial(appended, dtype, dim, dim_v)
+            for codes in (torch.float8_e4m3fn, torch.int8):
+                yield f"append {codes} {name}", functools.partial(appended, codes, dtype, dim, dim_v)
             yield f"merge_rows {name}", functools.partial(merged, dtype, dim)
             yield f"prefixes {name}", functools.partial(prefixed, dtype, dim, dim_v)
             yield f"derivatives {name}", functools.partial(differentiated, dtype, dim, dim_v)
@@ -206,9 +207,14 @@ def written(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor]
     return {"k_pages": pages[0], "v_pages": pages[1]}
 
 
-def appended(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor], Tensor]) -> Results:
-    cache = PagedKVCache(5, 7, 1, 3, dim, head_dim_v=dim_v, dtype=torch.float8_e4m3fn, device="cpu")
+def appended(
+    codes: torch.dtype, dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor], Tensor]
+) -> Results:
+    cache = PagedKVCache(5, 7, 1, 3, dim, head_dim_v=dim_v, dtype=codes, device="cpu")
     cache.k, cache.v = (guarded(x.view(torch.uint8).zero_().view(x.dtype)) for x in (cache.k, cache.v))
+    assert cache._scales is not None
+    k_scale, v_scale = map(guarded, cache._scales)
+    cache._scales = k_scale, v_scale
     request = cache.add(list(range(33)))
     for rows in (20, 13):
         cache.step([request], [rows])

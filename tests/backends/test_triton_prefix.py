@@ -41,7 +41,7 @@ class Shared(NamedTuple):
     dtype: torch.dtype = BF16
     softcap: float | None = None
     in_order: bool = False
-    e4m3: bool = False
+    codes: torch.dtype | None = None
 
 
 CASES = {
@@ -52,8 +52,9 @@ CASES = {
     "softcap": Shared(softcap=2.0, groups=((3, 2),), heads=(2, 1)),
     "no_own_keys": Shared(own=0, groups=((3, 3), (1, 2)), heads=(2, 1)),
     "a_group_of_none": Shared(groups=((4, 3), (0, 2))),
-    "e4m3": Shared(e4m3=True),
-    "e4m3_odd_head_dim": Shared(e4m3=True, dims=(33, 31)),
+    "e4m3": Shared(codes=torch.float8_e4m3fn),
+    "int8": Shared(codes=torch.int8),
+    "e4m3_odd_head_dim": Shared(codes=torch.float8_e4m3fn, dims=(33, 31)),
 }
 
 
@@ -99,15 +100,20 @@ class Batch:
         )  # fmt: skip
 
 
+def flags_of(case: Shared) -> Flags:
+    rows = 1 if case.codes == torch.int8 else None
+    return Flags(softcap=case.softcap, k_block=rows, v_block=rows)
+
+
 @only_interpreted
-@pytest.mark.parametrize("case", sampled(CASES, ("pages_of_3", "fp32", "no_own_keys", "e4m3")))
+@pytest.mark.parametrize("case", sampled(CASES, ("pages_of_3", "fp32", "no_own_keys", "e4m3", "int8")))
 def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Shared) -> None:
     batch = Batch(case)
     k: Any = batch.k
     v: Any = batch.v
     operands = batch.prefix()
-    if case.e4m3:
-        codes = [fp8.quantize_pages(t.nan_to_num(0.0)) for t in (k, v)]
+    if case.codes is not None:
+        codes = [fp8.quantize_pages(t.nan_to_num(0.0), dtype=case.codes) for t in (k, v)]
         k, v = codes
         operands = operands._replace(
             k=codes[0].data, v=codes[1].data, k_scale=codes[0].scale, v_scale=codes[1].scale
@@ -115,9 +121,9 @@ def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Sha
     own = torch.full((len(batch.q),), case.own, dtype=torch.int32)
     flags: dict[str, Any] = {"softcap": case.softcap, "return_lse": True, "backend": "reference"}
     out, lse = tw.attention_paged(batch.q, k, v, batch.own_table, own, **flags)
-    exact_k, exact_v = (t.dequantize().double() if case.e4m3 else t.double() for t in (k, v))
+    exact_k, exact_v = (t.double() if case.codes is None else t.dequantize().double() for t in (k, v))
     want, want_lse = tw.attention_paged(batch.q.double(), exact_k, exact_v, batch.table, batch.lengths, **flags)
-    problem = problem_of("paged", operands, Flags(softcap=case.softcap))
+    problem = problem_of("paged", operands, flags_of(case))
     triton_backend.attend_prefixes(
         problem, operands, len(batch.q), None if case.in_order else batch.rows, out, lse
     )  # fmt: skip
@@ -131,13 +137,13 @@ def own_and_prefixes(batch: Batch, unread: tuple[str, ...]) -> tuple[Any, list[A
     """Both passes of a batch as one, the tensors it is called with, and exact pages."""
     case, prefix = batch.case, batch.prefix()
     exact = batch.k.double(), batch.v.double()
-    if case.e4m3:
-        k, v = (fp8.quantize_pages(t.nan_to_num(0.0)) for t in (batch.k, batch.v))
+    if case.codes is not None:
+        k, v = (fp8.quantize_pages(t.nan_to_num(0.0), dtype=case.codes) for t in (batch.k, batch.v))
         prefix = prefix._replace(k=k.data, v=v.data, k_scale=k.scale, v_scale=v.scale)
         exact = k.dequantize().double(), v.dequantize().double()
     lengths = torch.full((len(batch.q),), case.own, dtype=torch.int32)
     own = prefix._replace(cu_seqlens_q=None, block_table=batch.own_table, seqlens_k=lengths)
-    flags, rows = Flags(softcap=case.softcap), None if case.in_order else batch.rows
+    flags, rows = flags_of(case), None if case.in_order else batch.rows
     bound = triton_backend.bind_forward(problem_of("paged", own, flags), own, want_lse=True)
     results = batch.q.new_empty(*batch.q.shape[:2], case.dims[1]), torch.empty(batch.q.shape[1::-1])
     attend = triton_backend.bind_prefixes(problem_of("paged", prefix, flags), prefix, len(batch.q), rows, *results)
@@ -157,7 +163,7 @@ def poisoned(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
 # Batches with the splits of their prefixes, and what nobody reads of the results.
 AS_ONE: dict[str, tuple[Shared, int, tuple[str, ...]]] = {
     "two groups": (Shared(groups=((2, 3), (1, 2)), heads=(2, 1)), 3, ()),
-    "e4m3, no lse": (Shared(groups=((3, 3),), heads=(2, 1), e4m3=True, in_order=True), 2, ("lse",)),
+    "e4m3, no lse": (Shared(groups=((3, 3),), heads=(2, 1), codes=torch.float8_e4m3fn, in_order=True), 2, ("lse",)),
     "no own keys": (Shared(groups=((2, 2),), own=0, heads=(2, 2), softcap=2.0), 1, ()),
     "many splits": (Shared(groups=((2, 12), (1, 3)), heads=(2, 1)), 11, ()),
     "as many as are joined": (Shared(groups=((3, 9),), heads=(6, 2), in_order=True), 4, ("lse",)),

@@ -288,8 +288,8 @@ def test_tensors_of_a_step_need_a_step() -> None:
     for call in (cache.block_table, cache.seqlens, cache.cu_seqlens_q, cache.slots, cache.shared_prefix):
         with pytest.raises(tw.InvalidProblem, match="before its tensors are asked for"):
             call()
-    with pytest.raises(tw.InvalidProblem, match=r"dtype: expected one of float16, .*, got torch\.int8"):
-        tw.PagedKVCache(4, 4, 1, 2, 8, dtype=torch.int8, device="cpu")
+    with pytest.raises(tw.InvalidProblem, match=r"dtype: expected one of float16, .*, got torch\.uint8"):
+        tw.PagedKVCache(4, 4, 1, 2, 8, dtype=torch.uint8, device="cpu")
     with pytest.raises(tw.InvalidProblem, match="num_layers: expected an integer of at least 1"):
         tw.PagedKVCache(4, 4, 0, 1, 8, dtype=torch.float32, device="cpu")
 

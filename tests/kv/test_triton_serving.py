@@ -147,7 +147,7 @@ def test_the_int8_kernel_writes_the_bits_of_torch(
     pages = [torch.randint(-128, 128, (num_pages, page_size, heads, dim), dtype=torch.int8) for dim in (24, 40)]
     scales = [torch.full((num_pages, heads, page_size), 3.0) for _ in pages]
     expected = [t.clone() for t in (*pages, *scales)]
-    serving.append_quantised(*rows, *pages, *scales, slots)
+    serving.append_quantised(rows[0], rows[1], pages[0], pages[1], scales[0], scales[1], slots)
     for n in range(2):
         codes, scale = encode_rows(rows[n])
         for row, slot in enumerate(slots.tolist()):
