@@ -141,6 +141,8 @@ def test_refusals() -> None:
     for values in (None, VALUES + ROTARY):
         with pytest.raises(tw.InvalidProblem, match="less than head_dim = 48 of a latent"):
             make(head_dim_v=values)
+    with pytest.raises(tw.InvalidProblem, match="latent: expected True or False"):
+        make(latent=VALUES)
     cache = make(torch.float32)
     cache.step([cache.add([1, 2])])
     with pytest.raises(tw.InvalidProblem, match=r"k: expected shape \(2, 1, 16\)"):
