@@ -128,7 +128,9 @@ def test_explain_says_what_a_token_of_a_latent_takes() -> None:
     assert "a token has 1,152 bytes: 576 columns, of which 512 are values too, read for 128 query heads" in report
     assert "stored apart would have 2,176 bytes" in report
     k = fp8.quantize(latent)
-    assert tw.explain(q, k, k.first_columns(512), device="h200").bytes_per_token == 576
+    narrow = tw.explain(q, k, k.first_columns(512), device="h200")
+    assert narrow.bytes_per_token == 576
+    assert plan.tiled.bytes_from_memory - narrow.tiled.bytes_from_memory == 2 * 64 * 576
     own = tw.explain(q, latent, latent[..., :512].clone(), device="h200")
     assert own.bytes_per_token == 2176
     assert "a token has" not in str(own)

@@ -85,6 +85,12 @@ class AttentionProblem:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V of one token in all K/V heads, without scales; a latent counts once."""
+        columns = self.head_dim + (0 if self.latent else self.head_dim_v)
+        return self.num_kv_heads * columns * (1 if "k" in self.fp8 else self.dtype.itemsize)
+
+    @property
     def band(self) -> tuple[int | None, int | None]:
         """The window as (left, right) with causality folded in; None is unbounded."""
         if not self.causal:

@@ -144,7 +144,7 @@ def test_relatives_with_other_layers_too(kind: str, name: str, layers: int) -> N
 
 def test_the_widths_of_the_real_models() -> None:
     """512 + 64 columns, in bfloat16: as near to float32 as eager attention is."""
-    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    sizes: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     model = model_of(num_hidden_layers=1, first_k_dense_replace=1, **sizes).eval()
     ids = tokens(2, 40)
     exact = model(ids).logits[:, -1].detach()
@@ -159,6 +159,22 @@ def test_the_widths_of_the_real_models() -> None:
             logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
         errors[implementation] = float((logits.float() - exact).abs().max())
     assert errors[NAME] <= 2 * errors["eager"]
+
+
+def test_beams_and_compiled_graphs() -> None:
+    model = model_of()
+    expected = generate(model, "eager", num_beams=3)[0]
+    absorb(model)
+    assert torch.equal(generate(model, NAME, num_beams=3)[0], expected)
+    ids = tokens(2, 19)
+    with torch.no_grad():
+        caches = [model(ids[:, :-1]).past_key_values for _ in range(2)]
+        forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+        compiled, plain = (
+            call(ids[:, -1:], past_key_values=cache).logits
+            for call, cache in zip((forward, model), caches, strict=True)
+        )
+    torch.testing.assert_close(compiled, plain)
 
 
 def test_other_attention_expands_as_before() -> None:

@@ -366,7 +366,7 @@ def test_refusals_name_the_reason(classes: Any) -> None:
     assert "576" in offered.supports_combination(576, torch.bfloat16, "auto", *rest)
     assert "bfloat16" in offered.supports_combination(64, torch.float16, "bfloat16", *rest)
     assert offered.supports_combination(64, torch.bfloat16, "bfloat16", *rest) is None
-    assert "TILEWISE_MLA" in offered.supports_combination(576, torch.bfloat16, "auto", 16, True, *rest[2:])
+    assert "CUSTOM_MLA" in offered.supports_combination(576, torch.bfloat16, "auto", 16, True, *rest[2:])
     assert not offered.supports_kv_cache_dtype("fp8_e5m2")
     assert not offered.supports_kv_cache_dtype("int8_per_token_head")
     with pytest.raises(tw.Unsupported, match="fp8_e5m2"):  # the CPU platform does not ask before
@@ -419,7 +419,7 @@ def test_registering(on_cpu: bool) -> None:
     with installed() as registered, settings.overridden(vllm_cpu=on_cpu):
         plugin.register()
         replaced = {"CPU_ATTN": plugin.BACKEND} | dict.fromkeys(("CPU_MLA", "AMX_MLA"), plugin.LATENT_BACKEND)
-        offered = {"CUSTOM": plugin.BACKEND, "TILEWISE_MLA": plugin.LATENT_BACKEND}
+        offered = {"CUSTOM": plugin.BACKEND, "CUSTOM_MLA": plugin.LATENT_BACKEND}
         assert registered.paths == offered | (replaced if on_cpu else {})
         for backend, path in offered.items():
             module, name = path.rsplit(".", 1)

@@ -141,7 +141,14 @@ def test_refusals() -> None:
     for values in (None, VALUES + ROTARY):
         with pytest.raises(tw.InvalidProblem, match="less than head_dim = 48 of a latent"):
             make(head_dim_v=values)
+    with pytest.raises(tw.InvalidProblem, match="latent: expected True or False"):
+        make(latent=VALUES)
     cache = make(torch.float32)
     cache.step([cache.add([1, 2])])
     with pytest.raises(tw.InvalidProblem, match=r"k: expected shape \(2, 1, 16\)"):
         cache.append(rows(2, VALUES + ROTARY, 1), rows(2, VALUES, 2))
+
+
+def test_int8_is_refused() -> None:
+    with pytest.raises(tw.Unsupported, match="latents are not stored in int8"):
+        tw.PagedKVCache(4, 16, 1, 1, 40, head_dim_v=32, latent=True, dtype=torch.int8, device="cpu")

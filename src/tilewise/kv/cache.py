@@ -92,6 +92,8 @@ class PagedKVCache:
         for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("head_dim_v", width_v, MAX_HEAD_DIM_V)):
             if width > most:
                 raise InvalidProblem(name, f"at most {most}", width, "Split the heads.")
+        if not isinstance(latent, bool):
+            raise InvalidProblem("latent", "True or False", repr(latent), "head_dim_v= says how many columns are V.")
         if latent and width_v >= head_dim:
             fix = "Give the columns of V in head_dim_v=, and those of the whole row in head_dim."
             raise InvalidProblem("head_dim_v", f"less than head_dim = {head_dim} of a latent", width_v, fix)
@@ -104,8 +106,13 @@ class PagedKVCache:
             num_pages, page_size, max_seqlen=max_seqlen, max_requests=max_requests, prefix_sharing=prefix_sharing
         )
         shape = (num_layers, self.book.pages.num_pages, self.book.page_size, num_kv_heads)
+<<<<<<< HEAD
         self.latent = bool(latent)
         # Scales of 8-bit pages, see new_scales: of K and of V, or of latents.
+=======
+        self.latent = latent
+        # Scales of e4m3 pages, one for each (layer, page, head): of K and of V, or of latents.
+>>>>>>> wide
         self._scales: tuple[Tensor, ...] = ()
         # Inference tensors could only be written in inference mode.
         with torch.inference_mode(False):

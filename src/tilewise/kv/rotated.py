@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def rotary_table(
         raise InvalidProblem(
             "rotary_dim", "an even number from 2 on", repr(rotary_dim), "Channels are rotated in pairs."
         )
-    if not isinstance(base, (int, float)) or isinstance(base, bool) or not 0 < base < math.inf:
+    given: Any = base
+    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given < math.inf:
         raise InvalidProblem("base", "a positive number", repr(base), "Pass the model's rope_theta.")
     if dtype not in DTYPES:
         expected = " or ".join(str(known).removeprefix("torch.") for known in DTYPES)

@@ -91,9 +91,7 @@ class Plan:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token in all K/V heads, without scales; a latent counts once."""
-        problem = self.problem
-        columns = problem.head_dim + (0 if problem.latent else problem.head_dim_v)
-        return problem.num_kv_heads * columns * (1 if "k" in problem.fp8 else problem.dtype.itemsize)
+        return self.problem.kv_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in plain dicts, lists, strings and numbers."""

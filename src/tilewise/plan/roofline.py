@@ -152,17 +152,17 @@ def _bytes(problem: AttentionProblem, traffic: Traffic, scores: int) -> int:
 def _behind_cache(problem: AttentionProblem, bands: Bands, grid: TileGrid, spec: DeviceSpec) -> int:
     """Bytes that tiled attention takes from memory: everything once, and streamed rows once per wave of tiles."""
     size, heads, kv_heads = problem.dtype.itemsize, problem.num_heads, problem.num_kv_heads
+    q_size = 1 if "q" in problem.fp8 else size
     # Bias and mask as they are stored, not expanded.
     stored = math.prod(problem.mask_shape) if problem.mask_shape else 0
     if problem.bias_shape is not None and problem.bias_dtype is not None:
         stored += math.prod(problem.bias_shape) * problem.bias_dtype.itemsize
     total = stored * (2 if problem.needs_grad else 1)
     for band, times in bands.items():
-        q, out = (band.seqlen_q * heads * dim * size for dim in (problem.head_dim, problem.head_dim_v))
+        q, out = band.seqlen_q * heads * problem.head_dim * q_size, band.seqlen_q * heads * problem.head_dim_v * size
         lse = band.seqlen_q * heads * problem.accumulate_dtype.itemsize
         keys = len(band.keys_seen(0, band.seqlen_q))
-        columns = problem.head_dim + (0 if problem.latent else problem.head_dim_v)
-        kv = keys * kv_heads * columns * size
+        kv = keys * problem.kv_bytes
         m_blocks, n_blocks = -(-band.seqlen_q // grid.block_m), -(-band.seqlen_k // grid.block_n)
         one = q + kv * _waves(kv // kv_heads, m_blocks * problem.group_size, spec) + out + lse
         if problem.needs_grad:

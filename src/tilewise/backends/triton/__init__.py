@@ -56,8 +56,8 @@ class TritonBackend(GpuBackend):
             return f"head_dim and head_dim_v are at most {MAX_HEAD_DIM} and {MAX_HEAD_DIM_V}, not {given}"
         if problem.head_dim > MAX_HEAD_DIM_V and (problem.needs_grad or problem.tiles_shape is not None):
             asked = "gradients" if problem.needs_grad else "tile masks"
-            reason = f"{asked} take head_dim up to {MAX_HEAD_DIM_V}, not {problem.head_dim}"
-            return f"{reason}: expand latents into keys and values of each head" if problem.latent else reason
+            fix = ": expand latents into keys and values of each head" if problem.latent else ""
+            return f"{asked} take head_dim up to {MAX_HEAD_DIM_V}, not {problem.head_dim}{fix}"
         if problem.higher and (widest := max(problem.head_dim, problem.head_dim_v)) > MAX_HIGHER_DIM[problem.dtype]:
             return (
                 f"tangents (jvp) and second derivatives in {problem.dtype} take head_dim up to "

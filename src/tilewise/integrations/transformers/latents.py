@@ -57,11 +57,14 @@ def latent_cache(config: Any, max_cache_len: int) -> Any:
     class LatentLayer(StaticLayer):  # type: ignore[misc]
         """A layer whose keys and values are columns of the same rows."""
 
+        # Compiled graphs copy the rows, so `generate` need not compile.
+        is_compileable = False
+
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             super().lazy_initialization(key_states, value_states)
             width = key_states.shape[-1]
-            keys: Tensor = self.keys
-            rows = keys.new_zeros((*keys.shape[:-1], width + value_states.shape[-1]))
+            shape = (*key_states.shape[:2], self.max_cache_len, width + value_states.shape[-1])
+            rows = key_states.new_zeros(shape)
             self.keys, self.values = rows[..., :width], rows[..., width:]
 
     cache = StaticCache(config, max_cache_len)

@@ -96,7 +96,7 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         """The reason against a combination, for vLLM's list of reasons."""
         del block_size, others, more
         if use_mla:
-            return "latent attention (MLA) has a backend of its own: --attention-backend TILEWISE_MLA"
+            return "latent attention (MLA) has a backend of its own: --attention-backend CUSTOM_MLA"
         return why_not_head_size(head_size) or why_not_cache_dtype(kv_cache_dtype, dtype)
 
     @classmethod
