@@ -32,29 +32,6 @@ from tilewise.operands import Flags, Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import operand_names, schema, unpack
 
-__all__ = [
-    "DIFFERENTIABLE",
-    "attend_dual",
-    "attend_transformed",
-    "backward",
-    "call_more",
-    "call_op",
-    "fake_gradients",
-    "gradients_of_dual",
-    "is_dual",
-    "materialised",
-    "pull_backward_op",
-    "refuse_second",
-    "refuse_tangents",
-    "refuse_third",
-    "refuse_tracing",
-    "register",
-    "save_backward_op",
-    "scattered",
-    "split_dual",
-    "wanted_of",
-]
-
 # The operands that have derivatives, in the order of `Wanted`, `Gradients` and `Tangents`.
 DIFFERENTIABLE = Tangents._fields
 # Their indices in `Operands`.

@@ -21,8 +21,6 @@ from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, unpack
 from tilewise.totals import lengths_of
 
-__all__ = ["tell_counters"]
-
 COUNTER = "torch.utils.flop_counter"
 # Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted. Tangent ops have out, lse and
 # five tangents, twice ops dout, dlse, the results with their tangents, wanted and five tangents.

@@ -24,8 +24,6 @@ from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 
-__all__ = ["Call", "attention", "backward", "described", "is_plain_eager", "refuse", "repeated", "result", "touch"]
-
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
 _OUT, _LOGITS = Operands._fields.index("out"), Operands._fields.index("max_logits")

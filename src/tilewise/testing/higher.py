@@ -26,8 +26,6 @@ from tilewise.testing.special import special_cases
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import judge, slack_of
 
-__all__ = ["check_higher", "check_higher_repeatable", "higher_cases", "make_tangents"]
-
 TANGENTS = {"out": "out'", "lse": "lse'"}
 # Special cases that say nothing new about these passes, or take minutes: long sums, single gradients, decoding.
 LEFT_OUT = ("long_", "grad_", "forward_only", "scale_0_decode", "scale_negative_decode", "window_of_31")

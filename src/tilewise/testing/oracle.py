@@ -19,17 +19,6 @@ from tilewise.testing.results import Results, differentiate, dropout_seed
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import Slack, slack_of
 
-__all__ = [
-    "Expectation",
-    "expect",
-    "largest_scores",
-    "plain_results",
-    "reduced",
-    "reference_results",
-    "sequence_cotangents",
-    "summed_terms",
-]
-
 
 class Expectation(NamedTuple):
     """The reference (fp64, on the CPU), the tolerance of each result, and the dtype it must have."""

@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Measure", "Slack", "judge", "measure", "slack_of", "ulp"]
-
 PT_FACTOR = 2.0
 MAX_ULPS, RMS_ULPS = 4.0, 0.5
 MAX_EPS, RMS_EPS = 2.0, 1.0

@@ -10,17 +10,6 @@ from tilewise.backends.cpu.emit import EXP2_EXACT, Emitter, Value
 from tilewise.backends.cpu.features import each_score
 from tilewise.backends.cpu.microkernels import score_products, store_block, value_products
 
-__all__ = [
-    "add_scores",
-    "add_values",
-    "scale_panel",
-    "second_gradient",
-    "second_gradient_capped",
-    "subtract_row",
-    "tangent_weights",
-    "tanh_panel",
-]
-
 
 @kernel("iiiii")
 def add_scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value) -> None:

@@ -33,8 +33,6 @@ from tilewise.backends.cpu.scoring import (
 )
 from tilewise.backends.cpu.stopping import leave, stops, stops_at
 
-__all__ = ["tangent"]
-
 
 @driver
 def score_tangents(p: int, t: int, size: int, k: int, tk: int, q: int, tq: int, width: int, scratch: int) -> None:

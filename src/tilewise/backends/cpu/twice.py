@@ -41,8 +41,6 @@ from tilewise.backends.cpu.scoring import (
 from tilewise.backends.cpu.stopping import leave, stops, stops_at
 from tilewise.backends.cpu.tangent import bias_tangents, score_tangents
 
-__all__ = ["twice"]
-
 
 @driver
 def pack_tangents(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:

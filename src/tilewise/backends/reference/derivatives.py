@@ -33,8 +33,6 @@ from tilewise.backends.reference.specification import (
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["backward_twice", "forward_tangent"]
-
 
 class Direction(NamedTuple):
     """The tangents of one sequence in fp64, heads first; `raw` is that of the scores before softcap, `s` after it."""

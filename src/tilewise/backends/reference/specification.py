@@ -27,21 +27,6 @@ from tilewise.numerics import dropout_keep
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = [
-    "Scores",
-    "SequenceGradients",
-    "Softmax",
-    "accumulate_broadcast",
-    "backward",
-    "dlse_of",
-    "forward",
-    "load",
-    "score",
-    "sink_probability",
-    "softmax",
-    "sum_groups",
-]
-
 
 class Scores(NamedTuple):
     """Masked scores (heads, seqlen_q, seqlen_k); softcap's tanh at each of them, and its derivative."""
