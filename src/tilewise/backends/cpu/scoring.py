@@ -197,7 +197,7 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
     row = first_row
     for panel in range((count + sz.PANEL - 1) // sz.PANEL):
         table = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES
-        bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+        bounds = bounds_of(p, ws, panel)
         min_first, max_first, min_last, max_last = f.UNBOUNDED, -f.UNBOUNDED, f.UNBOUNDED, -f.UNBOUNDED
         for lane in range(sz.PANEL):
             if panel * sz.PANEL + lane >= count:
@@ -354,6 +354,32 @@ def end_seen(p: int, batch: int, head: int, row: int, begin: int, end: int) -> i
                 end -= 1
         end = start
     return begin
+
+
+@driver
+def bounds_of(p: int, ws: int, panel: int) -> int:
+    """Address of a panel's bounds (see params.py)."""
+    return ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+
+
+@driver
+def clip_panel(
+    p: int, ws: int, batch: int, head: int, first_row: int, panel: int, k0: int, size: int, step: int
+) -> int:
+    """Whether a panel of the block at `first_row` sees any of the `size` keys at k0. Those it sees, in whole steps and
+    counted from k0, are left in TILE_BEGIN and TILE_END.
+    """
+    bounds, row = bounds_of(p, ws, panel), first_row + panel * sz.PANEL
+    low = max(0, load_i64(bounds + f.MIN_FIRST) - k0)
+    high = min(size, load_i64(bounds + f.MAX_LAST) + 1 - k0)
+    low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+    high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+    begin, end = 0, 0
+    if low < high:
+        begin, end = low // step * step, (high + step - 1) // step * step
+    store_i64(bounds + f.TILE_BEGIN, begin)
+    store_i64(bounds + f.TILE_END, end)
+    return begin < end
 
 
 @driver
