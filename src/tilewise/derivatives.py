@@ -576,20 +576,27 @@ def register(library: torch.library.Library, kind: Kind) -> None:
     """Define the ops tilewise::<kind>_tangent and tilewise::<kind>_twice. Their rules are registered on first use,
     because that takes as long as a quarter of `import tilewise`.
     """
-    along = ", ".join(f"Tensor? {name}_tangent" for name in DIFFERENTIABLE)
-    saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, bool[] wanted"
-    results = "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent)"
-    gradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
-    tags = (torch.Tag.pt2_compliant_tag,)
-    known = "Tensor? out, Tensor? lse"
-    library.define(f"{kind}_tangent({known}, {along}, {schema(kind)}) -> {results}", tags=tags)
-    library.define(f"{kind}_twice({saved}, {along}, {schema(kind)}) -> {gradients}", tags=tags)
-    for name, real, fake in (
-        (f"{kind}_tangent", _tangent, _tangent_fake),
-        (f"{kind}_twice", _twice, _twice_fake),
-    ):
-        library.impl(name, functools.partial(real, kind), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tilewise::{name}", functools.partial(fake, kind), lib=library)
+    given = ", ".join([*(f"Tensor? {name}_tangent" for name in DIFFERENTIABLE), schema(kind)])
+    results = "Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent"
+    gradients = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
+    saved = f"Tensor? dout, Tensor? dlse, {results}, bool[] wanted"
+    define(library, kind, "_tangent", f"Tensor? out, Tensor? lse, {given}", results, _tangent, _tangent_fake)
+    define(library, kind, "_twice", f"{saved}, {given}", gradients, _twice, _twice_fake)
+
+
+def define(
+    library: torch.library.Library,
+    kind: Kind,
+    suffix: str,
+    arguments: str,
+    results: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Define the op tilewise::<kind><suffix>: `real` and `fake` get the kind and then its arguments."""
+    library.define(f"{kind}{suffix}({arguments}) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(f"{kind}{suffix}", functools.partial(real, kind), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{kind}{suffix}", functools.partial(fake, kind), lib=library)
 
 
 @device.constant_in_traces

@@ -485,29 +485,13 @@ def _refuse_vmap(name: str, info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _register(library: torch.library.Library, kind: Kind) -> None:
-    saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
-    library.define(f"{kind}({schema(kind)}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
-    library.define(
-        f"{kind}_logits({schema(kind)}) -> (Tensor out, Tensor lse, Tensor max_logits)",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    library.define(
-        f"{kind}_out({schema(kind)}, Tensor(a!) out) -> (Tensor lse, Tensor max_logits)",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    library.define(
-        f"{kind}_backward({saved}, {schema(kind)}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        kind: (_forward, _forward_fake),
-        f"{kind}_logits": (_forward_logits, _forward_logits_fake),
-        f"{kind}_out": (_forward_out, _forward_out_fake),
-        f"{kind}_backward": (_backward, _backward_fake),
-    }
-    for name, (real, fake) in implementations.items():
-        library.impl(name, functools.partial(real, kind), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tilewise::{name}", functools.partial(fake, kind), lib=library)
+    given, saved = schema(kind), "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
+    logits, gradients = "Tensor lse, Tensor max_logits", "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
+    define = functools.partial(derivatives.define, library, kind)
+    define("", given, "Tensor out, Tensor lse", _forward, _forward_fake)
+    define("_logits", given, f"Tensor out, {logits}", _forward_logits, _forward_logits_fake)
+    define("_out", f"{given}, Tensor(a!) out", logits, _forward_out, _forward_out_fake)
+    define("_backward", f"{saved}, {given}", gradients, _backward, _backward_fake)
     for name in (kind, f"{kind}_logits"):
         torch.library.register_autograd(
             f"tilewise::{name}",
