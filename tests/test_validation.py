@@ -135,13 +135,7 @@ MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
     "backend unknown": (tw.attention, dense(backend="cudnn"), "backend", "'reference'", "cudnn"),
     "deterministic a string": (tw.attention, dense(deterministic="yes"), "deterministic", "None, True", "yes"),
     "return_lse an int": (tw.attention, dense(return_lse=1), "return_lse", "True or False", "1"),
-    "no cu_seqlens_q": (
-        tw.attention_varlen,
-        packed(cu_seqlens_q=None),
-        "cu_seqlens_q",
-        "a torch.Tensor",
-        "NoneType",
-    ),
+    "no cu_seqlens_q": (tw.attention_varlen, packed(cu_seqlens_q=None), "cu_seqlens_q", "a torch.Tensor", "NoneType"),
     "slopes to be learnt": (
         tw.attention,
         dense(alibi_slopes=torch.zeros(4, requires_grad=True)),

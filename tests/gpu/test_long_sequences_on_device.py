@@ -28,12 +28,7 @@ pytestmark = [
 REPEATS = 200
 CUDA = torch.device("cuda")
 # Packed ones get their tiles from a list.
-REPEATED_FORWARDS = [
-    "d128 steep, causal, sinks",
-    "d64 steep",
-    "d64 steep, four warpgroups",
-    "d64 steep, packed",
-]
+REPEATED_FORWARDS = ["d128 steep, causal, sinks", "d64 steep", "d64 steep, four warpgroups", "d64 steep, packed"]
 # dQ of the first is summed in no fixed order.
 REPEATED_BACKWARDS = {"d128 causal": ("dk", "dv"), "deterministic": ("dq", "dk", "dv")}
 

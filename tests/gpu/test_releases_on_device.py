@@ -10,10 +10,7 @@ import tilewise as tw
 from tilewise.backends.gpu import driver, releases, trial
 from tilewise.device import of as device_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(params=["hopper", "triton"])

@@ -55,13 +55,7 @@ def ulp(magnitude: float, dtype: torch.dtype) -> float:
 
 
 def slack_of(
-    ref: Tensor,
-    pt: Tensor,
-    terms: Tensor,
-    dtype: torch.dtype,
-    accumulate_dtype: torch.dtype,
-    *,
-    coarse: bool = False,
+    ref: Tensor, pt: Tensor, terms: Tensor, dtype: torch.dtype, accumulate_dtype: torch.dtype, *, coarse: bool = False
 ) -> Slack:
     """The tolerance of one result, see the module's docstring; `coarse` sums are those of FP8 tensor cores."""
     if not torch.equal(torch.isfinite(ref), torch.isfinite(pt)):

@@ -99,15 +99,7 @@ def subtract_row(e: Emitter, target: Value, source: Value, count: Value, factor:
 
 @kernel("iiiiiiff")
 def second_gradient(
-    e: Emitter,
-    s: Value,
-    t: Value,
-    x: Value,
-    y: Value,
-    num_keys: Value,
-    rows: Value,
-    to_log2: Value,
-    factor: Value,
+    e: Emitter, s: Value, t: Value, x: Value, y: Value, num_keys: Value, rows: Value, to_log2: Value, factor: Value
 ) -> None:
     """On a whole panel, with P = 2^(s * to_log2 - lse), a = factor * t - m and g = x - delta: P a in place of s,
     H = P (g a + y - r) in place of x, and dS = P g in place of y. `rows` holds lse in two parts, delta, m and r.

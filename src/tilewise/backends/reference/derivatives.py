@@ -68,12 +68,7 @@ def forward_tangent(
 
 
 def backward_twice(
-    problem: AttentionProblem,
-    operands: Operands,
-    tangents: Tangents,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wanted: Wanted,
+    problem: AttentionProblem, operands: Operands, tangents: Tangents, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Gradients of sum(out' * dout) + sum(lse' * dlse) with respect to the operands."""
     return summed(problem, operands, wanted, lambda one: _twice_one(problem, operands, tangents, one, dout, dlse))

@@ -124,11 +124,7 @@ def _backward_one(
         dsinks = (sink_probability(operands, lse) * (dl - delta)).sum(-1)
     dqk = ds * scores.softcap_slope * problem.scale
     return SequenceGradients(
-        dq=dqk @ k,
-        dk=sum_groups(problem, dqk.transpose(1, 2) @ q),
-        dv=sum_groups(problem, dv),
-        dbias=ds,
-        dsinks=dsinks,
+        dq=dqk @ k, dk=sum_groups(problem, dqk.transpose(1, 2) @ q), dv=sum_groups(problem, dv), dbias=ds, dsinks=dsinks
     )
 
 
