@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from tilewise import batching, calls, derivatives, device, dispatch, settings, tracing, validation
 from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
-from tilewise.derivatives import DIFFERENTIABLE, backward, call_more, call_op, scattered, wanted_of
+from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
@@ -237,7 +237,7 @@ class Call:
         wanted = wanted_of(needs)
         # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
         if by_op or not calls.are_plain((dout, dlse)):
-            found = backward(self.kind, Operands(*tensors), self.flags, out, lse, dout, dlse, wanted)
+            found = backward(At(self.kind, Operands(*tensors), self.flags), (out, lse), (dout, dlse), wanted)
         else:
             found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
         return scattered(found, wanted, len(tensors))
@@ -474,7 +474,7 @@ def _autograd(
         wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
         out, lse, *tensors = ctx.saved_tensors
         operands = Operands(**dict(zip(names, tensors, strict=True)))
-        gradients = backward(kind, operands, Flags(*ctx.flags), out, lse, dout, dlse, wanted)
+        gradients = backward(At(kind, operands, Flags(*ctx.flags)), (out, lse), (dout, dlse), wanted)
         result = {n: g for n, g, want in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if want}
     return (*(result.get(name) for name in names), *(None for _ in ctx.flags))
 
