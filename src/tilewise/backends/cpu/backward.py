@@ -140,12 +140,9 @@ def panel_gradient(
     """P and dS of one panel against the keys it sees of the tile at k0, whose rows are k and v. They are left in the
     score buffers at TILE_BEGIN.
     """
-    table, bounds, scratch = (
-        ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES,
-        bounds_of(p, ws, panel),
-        ws + field(p, f.WS_MAX),
-    )
-    begin, width, width_v = load_i64(bounds + f.TILE_BEGIN), field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE)
+    table, bounds = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES, bounds_of(p, ws, panel)
+    width, width_v, scratch = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), ws + field(p, f.WS_MAX)
+    begin = load_i64(bounds + f.TILE_BEGIN)
     size, first_key, at = load_i64(bounds + f.TILE_END) - begin, k0 + begin, panel * SCORE_BYTES + 4 * begin * sz.PANEL
     s, ds, rows = ws + field(p, f.WS_SCORES) + at, ws + field(p, f.WS_DSCORES) + at, 4 * panel * sz.PANEL
     q, dout = ws + field(p, f.WS_Q) + rows * width, ws + field(p, f.WS_DOUT) + rows * width_v

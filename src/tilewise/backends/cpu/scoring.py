@@ -224,45 +224,18 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
 
 @driver
 def gather_panel(
-    p: int,
-    ws: int,
-    num_keys: int,
-    valid: int,
-    first_key: int,
-    table_field: int,
-    behind: int,
-    num_rows: int,
-    key_stride: int,
-    dtype: int,
+    p: int, ws: int, size: int, valid: int, first_key: int, rows: int, behind: int, count: int, stride: int, dtype: int
 ) -> int:
-    """A panel of bias, mask or what lies `behind` bytes behind it, read row by row and transposed. `valid` keys exist;
-    the rest up to num_keys is undefined.
+    """A panel of bias, mask or what lies `behind` bytes behind it, for `count` rows at the addresses in `rows`, read
+    row by row and transposed. `valid` keys exist; the rest up to `size` is undefined.
     """
     stage = ws + field(p, f.WS_STAGE)
-    for lane in range(num_rows):
-        source = load_i64(table_field + 8 * lane) + behind + first_key * key_stride
-        gather_row(source, key_stride, valid, dtype, stage + 4 * sz.BLOCK_N * lane)
+    for lane in range(count):
+        source = load_i64(rows + 8 * lane) + behind + first_key * stride
+        gather_row(source, stride, valid, dtype, stage + 4 * sz.BLOCK_N * lane)
     extra = ws + field(p, f.WS_EXTRA)
-    transpose_panel(stage, 4 * sz.BLOCK_N, (num_keys + sz.LANES - 1) // sz.LANES * sz.LANES, extra, 1.0)
+    transpose_panel(stage, 4 * sz.BLOCK_N, (size + sz.LANES - 1) // sz.LANES * sz.LANES, extra, 1.0)
     return extra
-
-
-@driver
-def add_gathered(
-    p: int,
-    ws: int,
-    s: int,
-    num_keys: int,
-    valid: int,
-    first_key: int,
-    table_field: int,
-    num_rows: int,
-    key_stride: int,
-    dtype: int,
-) -> None:
-    """S += a bias or mask."""
-    extra = gather_panel(p, ws, num_keys, valid, first_key, table_field, 0, num_rows, key_stride, dtype)
-    add_panel(s, num_keys, extra, (num_rows + sz.LANES - 1) // sz.LANES)
 
 
 @driver
@@ -278,10 +251,13 @@ def change_scores(
         add_alibi(s, num_keys, first_key, table, vectors)
     if features & f.HAS_BIAS:
         rows = table + f.ROW_BIAS * sz.FIELD_BYTES
-        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.BIAS_KEY), field(p, f.BIAS_DTYPE))
+        stride, dtype = field(p, f.BIAS_KEY), field(p, f.BIAS_DTYPE)
+        extra = gather_panel(p, ws, num_keys, valid, first_key, rows, 0, num_rows, stride, dtype)
+        add_panel(s, num_keys, extra, vectors)
     if features & f.HAS_MASK:
         rows = table + f.ROW_MASK * sz.FIELD_BYTES
-        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.MASK_KEY), BOOL)
+        extra = gather_panel(p, ws, num_keys, valid, first_key, rows, 0, num_rows, field(p, f.MASK_KEY), BOOL)
+        add_panel(s, num_keys, extra, vectors)
     mask_band(s, num_keys, first_key, table, vectors)
 
 

@@ -67,28 +67,13 @@ def pack_twice(p: int, ws: int, batch: int, head: int, first_row: int, count: in
 
 @driver
 def panel_twice(
-    p: int,
-    ws: int,
-    batch: int,
-    head: int,
-    row: int,
-    panel: int,
-    num_rows: int,
-    k0: int,
-    k: int,
-    tk: int,
-    v: int,
-    tv: int,
+    p: int, ws: int, batch: int, head: int, row: int, panel: int, count: int, k0: int, k: int, tk: int, v: int, tv: int
 ) -> None:
     """P (S' - m), W and U of one panel against the keys it sees of the tile at k0, whose rows are k, tk, v and tv. They
     are left in the score buffers at TILE_BEGIN.
     """
-    table, bounds, rows = (
-        ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES,
-        bounds_of(p, ws, panel),
-        4 * panel * sz.PANEL,
-    )
-    begin, end = load_i64(bounds + f.TILE_BEGIN), load_i64(bounds + f.TILE_END)
+    table, bounds = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES, bounds_of(p, ws, panel)
+    begin, end, rows = load_i64(bounds + f.TILE_BEGIN), load_i64(bounds + f.TILE_END), 4 * panel * sz.PANEL
     size, first_key = end - begin, k0 + begin
     width, width_v, features = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.FEATURES)
     k += 4 * begin * width
@@ -118,14 +103,14 @@ def panel_twice(
     valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
     cut = is_cut(p, batch, head, row, first_key, size)
     if edge or cut or (features & f.CHANGES_SCORES) != 0:
-        change_scores(p, ws, s, size, valid, first_key, table, num_rows, 0)
+        change_scores(p, ws, s, size, valid, first_key, table, count, 0)
     if cut:
         mask_tiles(p, s, batch, head, row, first_key, size, vectors)
     if features & f.HAS_DROPOUT:
         drop_panel(p, x, size, first_key, table, batch, vectors)
         drop_panel(p, y, size, first_key, table, batch, vectors)
     if field(p, f.HAS_TBIAS):
-        bias = bias_tangents(p, ws, size, first_key, panel, num_rows)
+        bias = bias_tangents(p, ws, size, first_key, panel, count)
     numbers, to_log2 = ws + field(p, f.WS_LSE) + rows, scalar_bits(field(p, f.TO_LOG2))
     factor, h = scalar_bits(field(p, f.TANGENT_SCALE)), x
     if tanh != 0 or bias != 0:
@@ -138,7 +123,7 @@ def panel_twice(
         drop_panel(p, s, size, first_key, table, batch, vectors)
     if field(p, f.WORK) & f.MAKES_DBIAS:
         untranspose_panel(h, size, ws + field(p, f.WS_STAGE), 4 * sz.BLOCK_N)
-        add_bias_gradient(p, ws, batch, panel, num_rows, first_key, valid)
+        add_bias_gradient(p, ws, batch, panel, count, first_key, valid)
 
 
 @driver
