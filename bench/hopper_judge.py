@@ -176,12 +176,7 @@ def in_pages(case: Case, packed: Operands, page_size: int) -> Operands:
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Uninitialised floating-point memory is full of NaN."""
-    makers = (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch.Tensor, "new_empty"),
-        (torch.Tensor, "new_empty_strided"),
-    )
+    makers = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided"))
     plain = [getattr(owner, name) for owner, name in makers]
 
     def filled(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

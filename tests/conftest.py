@@ -24,14 +24,7 @@ SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_COUNT = 65, 64, 100
 MANY_CASES = 200
 # Files whose kernels are emulated, interpreted or only compiled, which uses no threads of torch, or which do not test
 # them: that conformance, tests/kv and test_cpu_* do. On a GPU's machine references are larger.
-UNTHREADED = (
-    "test_accuracy",
-    "test_decode_",
-    "test_fp8_protocol",
-    "test_hopper_",
-    "test_triton_",
-    "test_two_gpus",
-)
+UNTHREADED = ("test_accuracy", "test_decode_", "test_fp8_protocol", "test_hopper_", "test_triton_", "test_two_gpus")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

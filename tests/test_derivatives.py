@@ -284,10 +284,7 @@ def forward_twice(q: Tensor) -> object:
     [
         (third, "third derivatives"),
         (third_recorded, "third derivatives"),
-        (
-            lambda q: torch.autograd.functional.hvp(lambda q: tw.attention(q, q, q).sin().sum(), q, q),
-            "hvp.*take vhp",
-        ),
+        (lambda q: torch.autograd.functional.hvp(lambda q: tw.attention(q, q, q).sin().sum(), q, q), "hvp.*take vhp"),
         (forward_twice, r"jvp of jvp.*take jvp of grad"),
         (
             lambda q: torch.func.jvp(

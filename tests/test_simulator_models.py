@@ -31,10 +31,7 @@ def test_docstring_examples(module: str) -> None:
 
 
 @hypothesis_settings(max_examples=50, deadline=None)
-@given(
-    row=st.lists(st.floats(-50, 50) | st.just(-math.inf), min_size=1, max_size=12),
-    block=st.integers(1, 5),
-)
+@given(row=st.lists(st.floats(-50, 50) | st.just(-math.inf), min_size=1, max_size=12), block=st.integers(1, 5))
 def test_any_blocks_give_the_softmax(row: list[float], block: int) -> None:
     found = online_softmax(row, block)
     assert sum(len(state.scores) for state in found.states) == len(row)

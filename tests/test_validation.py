@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, zeros
 
 import tilewise as tw
 from making import int32
@@ -18,14 +18,14 @@ Arguments = dict[str, Any]
 
 
 def dense(**changes: Any) -> Arguments:
-    return {"q": torch.zeros(2, 4, 5, 8), "k": torch.zeros(2, 2, 7, 8), "v": torch.zeros(2, 2, 7, 8)} | changes
+    return {"q": zeros(2, 4, 5, 8), "k": zeros(2, 2, 7, 8), "v": zeros(2, 2, 7, 8)} | changes
 
 
 def packed(**changes: Any) -> Arguments:
     arguments = {
-        "q": torch.zeros(5, 4, 8),
-        "k": torch.zeros(7, 2, 8),
-        "v": torch.zeros(7, 2, 8),
+        "q": zeros(5, 4, 8),
+        "k": zeros(7, 2, 8),
+        "v": zeros(7, 2, 8),
         "cu_seqlens_q": int32(0, 2, 5),
         "cu_seqlens_k": int32(0, 3, 7),
     }
@@ -34,226 +34,150 @@ def packed(**changes: Any) -> Arguments:
 
 def paged(**changes: Any) -> Arguments:
     arguments = {
-        "q": torch.zeros(2, 4, 8),
-        "k_pages": torch.zeros(6, 4, 2, 8),
-        "v_pages": torch.zeros(6, 4, 2, 8),
+        "q": zeros(2, 4, 8),
+        "k_pages": zeros(6, 4, 2, 8),
+        "v_pages": zeros(6, 4, 2, 8),
         "block_table": torch.tensor([[0, 1], [5, -1]], dtype=torch.int32),
         "seqlens_k": int32(6, 3),
     }
     return arguments | changes
 
 
-Call = Callable[..., Any]
+def call_of(arguments: Arguments) -> Callable[..., Any]:
+    if "k_pages" in arguments:
+        return tw.attention_paged
+    return tw.attention_varlen if "cu_seqlens_q" in arguments else tw.attention
 
-# (call, arguments, the argument that is named, a part of what is expected, a part of what came)
-MISTAKES: dict[str, tuple[Call, Arguments, str, str, str]] = {
-    "q is a list": (tw.attention, dense(q=[1.0]), "q", "a torch.Tensor", "list"),
-    "mask is a list": (tw.attention, dense(mask=[True]), "mask", "a torch.Tensor, a TileMask or None", "list"),
-    "rank 3 q": (tw.attention, dense(q=torch.zeros(4, 5, 8)), "q", "4 dimensions", "(4, 5, 8)"),
-    "rank 5 v": (tw.attention, dense(v=torch.zeros(1, 2, 2, 7, 8)), "v", "4 dimensions", "(1, 2, 2, 7, 8)"),
-    "rank 4 packed q": (tw.attention_varlen, packed(q=torch.zeros(1, 5, 4, 8)), "q", "3 dimensions", "(1, 5, 4, 8)"),
-    "batch differs": (tw.attention, dense(k=torch.zeros(3, 2, 7, 8)), "k", "batch 2 as in q", "3"),
-    "head_dim differs": (tw.attention, dense(k=torch.zeros(2, 2, 7, 16)), "k", "head_dim 8 as in q", "16"),
-    "seqlen_k differs": (tw.attention, dense(v=torch.zeros(2, 2, 6, 8)), "v", "seqlen_k 7 as in k", "6"),
-    "kv heads differ": (tw.attention, dense(v=torch.zeros(2, 4, 7, 8)), "v", "num_kv_heads 2 as in k", "4"),
+
+# (arguments, the one that is named, a part of what is expected, a part of what came)
+MISTAKES: dict[str, tuple[Arguments, str, str, str]] = {
+    "q is a list": (dense(q=[1.0]), "q", "a torch.Tensor", "list"),
+    "mask is a list": (dense(mask=[True]), "mask", "a torch.Tensor, a TileMask or None", "list"),
+    "rank 3 q": (dense(q=zeros(4, 5, 8)), "q", "4 dimensions", "(4, 5, 8)"),
+    "rank 5 v": (dense(v=zeros(1, 2, 2, 7, 8)), "v", "4 dimensions", "(1, 2, 2, 7, 8)"),
+    "rank 4 packed q": (packed(q=zeros(1, 5, 4, 8)), "q", "3 dimensions", "(1, 5, 4, 8)"),
+    "batch differs": (dense(k=zeros(3, 2, 7, 8)), "k", "batch 2 as in q", "3"),
+    "head_dim differs": (dense(k=zeros(2, 2, 7, 16)), "k", "head_dim 8 as in q", "16"),
+    "seqlen_k differs": (dense(v=zeros(2, 2, 6, 8)), "v", "seqlen_k 7 as in k", "6"),
+    "kv heads differ": (dense(v=zeros(2, 4, 7, 8)), "v", "num_kv_heads 2 as in k", "4"),
     "heads are no multiple": (
-        tw.attention,
-        dense(k=torch.zeros(2, 3, 7, 8), v=torch.zeros(2, 3, 7, 8)),
+        dense(k=zeros(2, 3, 7, 8), v=zeros(2, 3, 7, 8)),
         "num_heads",
         "a multiple of num_kv_heads (3)",
         "4",
     ),
-    "zero heads": (tw.attention, dense(q=torch.zeros(2, 0, 5, 8)), "num_heads", "at least 1", "0"),
-    "zero kv heads": (
-        tw.attention,
-        dense(k=torch.zeros(2, 0, 7, 8), v=torch.zeros(2, 0, 7, 8)),
-        "num_kv_heads",
-        "at least 1",
-        "0",
-    ),
-    "head_dim 0": (
-        tw.attention,
-        dense(q=torch.zeros(2, 4, 5, 0), k=torch.zeros(2, 2, 7, 0)),
-        "head_dim",
-        "at least 1",
-        "0",
-    ),
-    "head_dim_v 0": (tw.attention, dense(v=torch.zeros(2, 2, 7, 0)), "head_dim_v", "at least 1", "0"),
-    "head_dim 577": (
-        tw.attention,
-        dense(q=torch.zeros(2, 4, 5, 577), k=torch.zeros(2, 2, 7, 577)),
-        "head_dim",
-        "at most 576",
-        "577",
-    ),
-    "dtypes differ": (tw.attention, dense(k=torch.zeros(2, 2, 7, 8).half()), "k", "dtype torch.float32", "float16"),
-    "integers": (tw.attention, dense(q=torch.zeros(2, 4, 5, 8).int()), "q", "float16 or bfloat16", "int32"),
-    "devices differ": (tw.attention, dense(v=torch.zeros(2, 2, 7, 8, device="meta")), "v", "on cpu", "meta"),
-    "mask of floats": (tw.attention, dense(mask=torch.zeros(5, 7)), "mask", "dtype bool", "float32"),
-    "bias of bools": (tw.attention, dense(bias=torch.zeros(5, 7, dtype=torch.bool)), "bias", "float32", "bool"),
-    "bias shape": (tw.attention, dense(bias=torch.zeros(5, 6)), "bias", "(2, 4, 5, 7)", "(5, 6)"),
-    "bias rank": (tw.attention, dense(bias=torch.zeros(1, 1, 1, 5, 7)), "bias", "(2, 4, 5, 7)", "(1, 1, 1, 5, 7)"),
-    "mask shape": (
-        tw.attention,
-        dense(mask=torch.ones(2, 2, 5, 7, dtype=torch.bool)),
-        "mask",
-        "(2, 4, 5, 7)",
-        "(2, 2, 5, 7)",
-    ),
-    "sinks shape": (tw.attention, dense(sinks=torch.zeros(2)), "sinks", "(4,)", "(2,)"),
-    "sinks of integers": (tw.attention, dense(sinks=torch.zeros(4).int()), "sinks", "float32", "int32"),
-    "slopes shape": (tw.attention, dense(alibi_slopes=torch.zeros(2)), "alibi_slopes", "(4,) or (2, 4)", "(2,)"),
-    "slopes dtype": (tw.attention, dense(alibi_slopes=torch.zeros(4).half()), "alibi_slopes", "float32", "float16"),
-    "causal is an int": (tw.attention, dense(causal=1), "causal", "True or False", "1"),
-    "window negative": (tw.attention, dense(window=(-1, 0)), "window", "an integer >= 0", "(-1, 0)"),
-    "window an int": (tw.attention, dense(window=4), "window", "a pair", "4"),
-    "window of three": (tw.attention, dense(window=[1, 2, 3]), "window", "a pair", "[1, 2, 3]"),
-    "window too large": (tw.attention, dense(window=(2**70, 0)), "window", "at most 31 bits", str(2**70)),
-    "window of a list": (tw.attention, dense(window=([1], 2)), "window", "a pair", "([1], 2)"),
-    "scale a list": (tw.attention, dense(scale=[1]), "scale", "finite number", "[1]"),
-    "backend a list": (tw.attention, dense(backend=["cpu"]), "backend", "'cpu'", "['cpu']"),
-    "sparse q": (tw.attention, dense(q=torch.zeros(2, 4, 5, 8).to_sparse()), "q", "a dense tensor", "sparse_coo"),
-    "dropout 1": (tw.attention, dense(dropout=1.0), "dropout", "[0, 1)", "1.0"),
-    "dropout negative": (tw.attention, dense(dropout=-0.1), "dropout", "[0, 1)", "-0.1"),
-    "dropout NaN": (tw.attention, dense(dropout=math.nan), "dropout", "[0, 1)", "nan"),
-    "seed a float": (tw.attention, dense(dropout=0.1, seed=1.5), "seed", "64 bits", "1.5"),
-    "seed too large": (tw.attention, dense(dropout=0.1, seed=2**64), "seed", "64 bits", str(2**64)),
-    "softcap 0": (tw.attention, dense(softcap=0.0), "softcap", "> 0", "0.0"),
-    "softcap negative": (tw.attention, dense(softcap=-3), "softcap", "> 0", "-3"),
-    "scale past fp32": (tw.attention, dense(scale=1e39), "scale", "a magnitude from 1e-37 to 1e+37", "1e+39"),
-    "scale below fp32": (tw.attention, dense(scale=-1e-50), "scale", "a magnitude from 1e-37", "-1e-50"),
-    "softcap below fp32": (tw.attention, dense(softcap=1e-40), "softcap", "a magnitude from 1e-37", "1e-40"),
+    "zero heads": (dense(q=zeros(2, 0, 5, 8)), "num_heads", "at least 1", "0"),
+    "zero kv heads": (dense(k=zeros(2, 0, 7, 8), v=zeros(2, 0, 7, 8)), "num_kv_heads", "at least 1", "0"),
+    "head_dim 0": (dense(q=zeros(2, 4, 5, 0), k=zeros(2, 2, 7, 0)), "head_dim", "at least 1", "0"),
+    "head_dim_v 0": (dense(v=zeros(2, 2, 7, 0)), "head_dim_v", "at least 1", "0"),
+    "head_dim 577": (dense(q=zeros(2, 4, 5, 577), k=zeros(2, 2, 7, 577)), "head_dim", "at most 576", "577"),
+    "dtypes differ": (dense(k=zeros(2, 2, 7, 8).half()), "k", "dtype torch.float32", "float16"),
+    "integers": (dense(q=zeros(2, 4, 5, 8).int()), "q", "float16 or bfloat16", "int32"),
+    "devices differ": (dense(v=zeros(2, 2, 7, 8, device="meta")), "v", "on cpu", "meta"),
+    "mask of floats": (dense(mask=zeros(5, 7)), "mask", "dtype bool", "float32"),
+    "bias of bools": (dense(bias=zeros(5, 7, dtype=torch.bool)), "bias", "float32", "bool"),
+    "bias shape": (dense(bias=zeros(5, 6)), "bias", "(2, 4, 5, 7)", "(5, 6)"),
+    "bias rank": (dense(bias=zeros(1, 1, 1, 5, 7)), "bias", "(2, 4, 5, 7)", "(1, 1, 1, 5, 7)"),
+    "mask shape": (dense(mask=torch.ones(2, 2, 5, 7, dtype=torch.bool)), "mask", "(2, 4, 5, 7)", "(2, 2, 5, 7)"),
+    "sinks shape": (dense(sinks=zeros(2)), "sinks", "(4,)", "(2,)"),
+    "sinks of integers": (dense(sinks=zeros(4).int()), "sinks", "float32", "int32"),
+    "slopes shape": (dense(alibi_slopes=zeros(2)), "alibi_slopes", "(4,) or (2, 4)", "(2,)"),
+    "slopes dtype": (dense(alibi_slopes=zeros(4).half()), "alibi_slopes", "float32", "float16"),
+    "causal is an int": (dense(causal=1), "causal", "True or False", "1"),
+    "window negative": (dense(window=(-1, 0)), "window", "an integer >= 0", "(-1, 0)"),
+    "window an int": (dense(window=4), "window", "a pair", "4"),
+    "window of three": (dense(window=[1, 2, 3]), "window", "a pair", "[1, 2, 3]"),
+    "window too large": (dense(window=(2**70, 0)), "window", "at most 31 bits", str(2**70)),
+    "window of a list": (dense(window=([1], 2)), "window", "a pair", "([1], 2)"),
+    "scale a list": (dense(scale=[1]), "scale", "finite number", "[1]"),
+    "backend a list": (dense(backend=["cpu"]), "backend", "'cpu'", "['cpu']"),
+    "sparse q": (dense(q=zeros(2, 4, 5, 8).to_sparse()), "q", "a dense tensor", "sparse_coo"),
+    "dropout 1": (dense(dropout=1.0), "dropout", "[0, 1)", "1.0"),
+    "dropout negative": (dense(dropout=-0.1), "dropout", "[0, 1)", "-0.1"),
+    "dropout NaN": (dense(dropout=math.nan), "dropout", "[0, 1)", "nan"),
+    "seed a float": (dense(dropout=0.1, seed=1.5), "seed", "64 bits", "1.5"),
+    "seed too large": (dense(dropout=0.1, seed=2**64), "seed", "64 bits", str(2**64)),
+    "softcap 0": (dense(softcap=0.0), "softcap", "> 0", "0.0"),
+    "softcap negative": (dense(softcap=-3), "softcap", "> 0", "-3"),
+    "scale past fp32": (dense(scale=1e39), "scale", "a magnitude from 1e-37 to 1e+37", "1e+39"),
+    "scale below fp32": (dense(scale=-1e-50), "scale", "a magnitude from 1e-37", "-1e-50"),
+    "softcap below fp32": (dense(softcap=1e-40), "softcap", "a magnitude from 1e-37", "1e-40"),
     "softcap far below scale": (
-        tw.attention,
         dense(softcap=1e-30, scale=1e10),
         "softcap",
         "a magnitude from",
         "1e-30 with scale 10000000000.0",
     ),
-    "scale infinite": (tw.attention, dense(scale=math.inf), "scale", "finite", "inf"),
-    "layout unknown": (tw.attention, dense(layout="sbhd"), "layout", "'bhsd' or 'bshd'", "sbhd"),
-    "backend unknown": (tw.attention, dense(backend="cudnn"), "backend", "'reference'", "cudnn"),
-    "deterministic a string": (tw.attention, dense(deterministic="yes"), "deterministic", "None, True", "yes"),
-    "return_lse an int": (tw.attention, dense(return_lse=1), "return_lse", "True or False", "1"),
-    "no cu_seqlens_q": (
-        tw.attention_varlen,
-        packed(cu_seqlens_q=None),
-        "cu_seqlens_q",
-        "a torch.Tensor",
-        "NoneType",
-    ),
+    "scale infinite": (dense(scale=math.inf), "scale", "finite", "inf"),
+    "layout unknown": (dense(layout="sbhd"), "layout", "'bhsd' or 'bshd'", "sbhd"),
+    "backend unknown": (dense(backend="cudnn"), "backend", "'reference'", "cudnn"),
+    "deterministic a string": (dense(deterministic="yes"), "deterministic", "None, True", "yes"),
+    "return_lse an int": (dense(return_lse=1), "return_lse", "True or False", "1"),
+    "no cu_seqlens_q": (packed(cu_seqlens_q=None), "cu_seqlens_q", "a torch.Tensor", "NoneType"),
     "slopes to be learnt": (
-        tw.attention,
-        dense(alibi_slopes=torch.zeros(4, requires_grad=True)),
+        dense(alibi_slopes=zeros(4, requires_grad=True)),
         "alibi_slopes",
         "requires no gradient",
         "one that does",
     ),
     "cu_seqlens of floats": (
-        tw.attention_varlen,
         packed(cu_seqlens_q=torch.tensor([0.0, 2.0, 5.0])),
         "cu_seqlens_q",
         "dtype int32",
         "float32",
     ),
     "cu_seqlens of int64 past the tensor": (
-        tw.attention_varlen,
         packed(cu_seqlens_k=torch.tensor([0, 3, 2**32 + 7])),
         "cu_seqlens_k",
         "at most 7",
         "4294967303",
     ),
     "cu_seqlens of int16": (
-        tw.attention_varlen,
         packed(cu_seqlens_k=torch.tensor([0, 3, 7], dtype=torch.int16)),
         "cu_seqlens_k",
         "dtype int32 or int64",
         "int16",
     ),
     "cu_seqlens of int64 for too many rows": (
-        tw.attention_varlen,
         packed(
-            k=torch.zeros(1, 1, 1).expand(2**31, 2, 8),
-            v=torch.zeros(1, 1, 1).expand(2**31, 2, 8),
+            k=zeros(1, 1, 1).expand(2**31, 2, 8),
+            v=zeros(1, 1, 1).expand(2**31, 2, 8),
             cu_seqlens_k=torch.tensor([0, 3, 7]),
         ),
         "cu_seqlens_k",
         "fewer than 2^31 rows",
         "2147483648 rows",
     ),
-    "cu_seqlens decreasing": (
-        tw.attention_varlen,
-        packed(cu_seqlens_q=int32(0, 4, 3)),
-        "cu_seqlens_q",
-        "never decrease",
-        "4 followed by 3",
-    ),
-    "cu_seqlens not from 0": (
-        tw.attention_varlen,
-        packed(cu_seqlens_k=int32(1, 3, 7)),
-        "cu_seqlens_k",
-        "0 as its first entry",
-        "1",
-    ),
-    "cu_seqlens too short": (
-        tw.attention_varlen,
-        packed(cu_seqlens_k=int32(0, 7)),
-        "cu_seqlens_k",
-        "batch 2 as in cu_seqlens_q",
-        "1",
-    ),
-    "cu_seqlens empty": (tw.attention_varlen, packed(cu_seqlens_q=int32()), "cu_seqlens_q", "batch + 1", "empty"),
-    "cu_seqlens past the tensor": (
-        tw.attention_varlen,
-        packed(cu_seqlens_q=int32(0, 2, 6)),
-        "cu_seqlens_q",
-        "at most 5",
-        "6",
-    ),
-    "max_seqlen too small": (tw.attention_varlen, packed(max_seqlen_q=2), "max_seqlen_q", "at least 3", "2"),
-    "max_seqlen a float": (tw.attention_varlen, packed(max_seqlen_k=4.0), "max_seqlen_k", "an integer", "4.0"),
-    "packed bias shape": (tw.attention_varlen, packed(bias=torch.zeros(5, 7)), "bias", "(2, 4, 3, 4)", "(5, 7)"),
+    "cu_seqlens decreasing": (packed(cu_seqlens_q=int32(0, 4, 3)), "cu_seqlens_q", "never decrease", "4 followed by 3"),
+    "cu_seqlens not from 0": (packed(cu_seqlens_k=int32(1, 3, 7)), "cu_seqlens_k", "0 as its first entry", "1"),
+    "cu_seqlens too short": (packed(cu_seqlens_k=int32(0, 7)), "cu_seqlens_k", "batch 2 as in cu_seqlens_q", "1"),
+    "cu_seqlens empty": (packed(cu_seqlens_q=int32()), "cu_seqlens_q", "batch + 1", "empty"),
+    "cu_seqlens past the tensor": (packed(cu_seqlens_q=int32(0, 2, 6)), "cu_seqlens_q", "at most 5", "6"),
+    "max_seqlen too small": (packed(max_seqlen_q=2), "max_seqlen_q", "at least 3", "2"),
+    "max_seqlen a float": (packed(max_seqlen_k=4.0), "max_seqlen_k", "an integer", "4.0"),
+    "packed bias shape": (packed(bias=zeros(5, 7)), "bias", "(2, 4, 3, 4)", "(5, 7)"),
     "a page that does not exist": (
-        tw.attention_paged,
         paged(block_table=torch.tensor([[0, 6], [5, -1]], dtype=torch.int32)),
         "block_table",
         "below num_pages = 6",
         "6 at sequence 0",
     ),
-    "a negative page in use": (
-        tw.attention_paged,
-        paged(seqlens_k=int32(6, 5)),
-        "block_table",
-        "below num_pages = 6",
-        "-1 at sequence 1",
-    ),
-    "longer than its table": (tw.attention_paged, paged(seqlens_k=int32(9, 3)), "seqlens_k", "= 8", "9 at sequence 0"),
-    "negative length": (tw.attention_paged, paged(seqlens_k=int32(6, -1)), "seqlens_k", "between 0", "-1"),
-    "lengths for another batch": (tw.attention_paged, paged(seqlens_k=int32(6, 3, 1)), "seqlens_k", "batch 2", "3"),
-    "block_table of int16": (
-        tw.attention_paged,
-        paged(block_table=torch.zeros(2, 2, dtype=torch.int16)),
-        "block_table",
-        "dtype int32",
-        "int16",
-    ),
-    "too many query rows": (tw.attention_paged, paged(q=torch.zeros(3, 4, 8)), "q", "one token a sequence", "3 rows"),
-    "pages of two sizes": (
-        tw.attention_paged,
-        paged(v_pages=torch.zeros(6, 8, 2, 8)),
-        "v_pages",
-        "page_size 4 as in k_pages",
-        "8",
-    ),
-    "rank 3 pages": (tw.attention_paged, paged(k_pages=torch.zeros(6, 4, 8)), "k_pages", "4 dimensions", "(6, 4, 8)"),
+    "a negative page in use": (paged(seqlens_k=int32(6, 5)), "block_table", "below num_pages = 6", "-1 at sequence 1"),
+    "longer than its table": (paged(seqlens_k=int32(9, 3)), "seqlens_k", "= 8", "9 at sequence 0"),
+    "negative length": (paged(seqlens_k=int32(6, -1)), "seqlens_k", "between 0", "-1"),
+    "lengths for another batch": (paged(seqlens_k=int32(6, 3, 1)), "seqlens_k", "batch 2", "3"),
+    "block_table of int16": (paged(block_table=zeros(2, 2, dtype=torch.int16)), "block_table", "dtype int32", "int16"),
+    "too many query rows": (paged(q=zeros(3, 4, 8)), "q", "one token a sequence", "3 rows"),
+    "pages of two sizes": (paged(v_pages=zeros(6, 8, 2, 8)), "v_pages", "page_size 4 as in k_pages", "8"),
+    "rank 3 pages": (paged(k_pages=zeros(6, 4, 8)), "k_pages", "4 dimensions", "(6, 4, 8)"),
 }
 
 
 # What comes up most, and what the message tells to do about it.
 FIXES: dict[str, tuple[Arguments, str]] = {
-    "a sequence without a batch": (dense(q=torch.zeros(4, 5, 8)), "q[None]; packed ones belong in attention_varlen"),
+    "a sequence without a batch": (dense(q=zeros(4, 5, 8)), "q[None]; packed ones belong in attention_varlen"),
     "heads and lengths exchanged": (
-        dense(k=torch.zeros(2, 7, 3, 8), v=torch.zeros(2, 7, 3, 8)),
+        dense(k=zeros(2, 7, 3, 8), v=zeros(2, 7, 3, 8)),
         "heads are dimension 1, with layout='bshd' 2",
     ),
     "a mask of padding": (dense(mask=torch.ones(2, 7, dtype=torch.bool)), "is mask[:, None, None, :]"),
@@ -271,10 +195,10 @@ def test_likely_mistakes_are_told_what_to_do(name: str) -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_mistake_is_named(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, arguments, argument, expected, got = MISTAKES[mistake]
+    arguments, argument, expected, got = MISTAKES[mistake]
     monkeypatch.setattr(dispatch, "select", lambda *_, **__: pytest.fail("a kernel was about to run"))
     with pytest.raises(tw.InvalidProblem) as caught:
-        call(**arguments)
+        call_of(arguments)(**arguments)
     error = caught.value
     assert error.argument == argument
     assert expected in error.expected
@@ -285,14 +209,12 @@ def test_every_mistake_is_named(mistake: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_mistakes_cover_every_message() -> None:
-    assert len({(m[2], m[3]) for m in MISTAKES.values()}) >= 45
+    assert len({(m[1], m[2]) for m in MISTAKES.values()}) >= 45
 
 
-@pytest.mark.parametrize("call", [dense, packed, paged])
-def test_the_correct_call_passes(call: Callable[..., Arguments]) -> None:
-    calls: dict[str, Call] = {"dense": tw.attention, "packed": tw.attention_varlen, "paged": tw.attention_paged}
-    function = calls[call.__name__]
-    assert torch.isfinite(function(**call())).all()
+@pytest.mark.parametrize("arguments", [dense(), packed(), paged()], ids=["dense", "packed", "paged"])
+def test_the_correct_call_passes(arguments: Arguments) -> None:
+    assert torch.isfinite(call_of(arguments)(**arguments)).all()
 
 
 def test_values_are_judged_again_after_a_good_call() -> None:
@@ -302,7 +224,7 @@ def test_values_are_judged_again_after_a_good_call() -> None:
 
 
 def test_bias_for_packed_meta_tensors_needs_the_lengths() -> None:
-    arguments = {name: t.to("meta") for name, t in packed(bias=torch.zeros(3, 4)).items()}
+    arguments = {name: t.to("meta") for name, t in packed(bias=zeros(3, 4)).items()}
     with pytest.raises(tw.InvalidProblem, match="max_seqlen_q, max_seqlen_k"):
         tw.attention_varlen(**arguments)
     assert tw.attention_varlen(**arguments, max_seqlen_q=3, max_seqlen_k=4).shape == (5, 4, 8)
@@ -330,7 +252,7 @@ def test_auto_never_takes_the_reference_except_for_fp64() -> None:
 
 def test_merge_judges_its_layout() -> None:
     with pytest.raises(tw.InvalidProblem, match="layout"):
-        tw.merge(*[torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)] * 2, layout="zzz")
+        tw.merge(*[zeros(1, 2, 3, 4), zeros(1, 2, 3)] * 2, layout="zzz")
 
 
 def test_errors_survive_pickling() -> None:

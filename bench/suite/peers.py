@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from suite.cases import Case
-from suite.implementations import (
-    Implementation,
-    NotApplicable,
-    Prepared,
-    heads_first_leaves,
-    tilewise_and_torch,
-)
+from suite.implementations import Implementation, NotApplicable, Prepared, heads_first_leaves, tilewise_and_torch
 from suite.inputs import Inputs
 
 __all__ = ["implementations"]

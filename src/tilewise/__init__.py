@@ -7,14 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tilewise import process  # noqa: F401  remembers the process before anybody forks
-from tilewise.api import (
-    attention,
-    attention_paged,
-    attention_varlen,
-    merge,
-    register_backend,
-    unregister_backend,
-)
+from tilewise.api import attention, attention_paged, attention_varlen, merge, register_backend, unregister_backend
 from tilewise.errors import InvalidProblem, OutOfPages, TilewiseError, Unsupported
 from tilewise.tile_masks import TileMask, tile_mask
 from tilewise.version import __version__ as __version__

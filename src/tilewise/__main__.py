@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line. Its libraries (typer, rich) are loaded here and nowhere else in the package."""

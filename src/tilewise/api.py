@@ -481,7 +481,8 @@ def attention_backward(
             got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             raise InvalidProblem(name, f"{dtype} {tuple(expected)} on {q.device}", got, "Pass what the forward gave.")
     out = out if out.stride(-1) == 1 else out.contiguous()
-    dq, dk, dv, *_ = ops.backward(kind, operands, flags, out, lse.contiguous(), dout, None, Wanted(*wanted))
+    at, forward = derivatives.At(kind, operands, flags), (out, lse.contiguous())
+    dq, dk, dv, *_ = derivatives.backward(at, forward, (dout, None), Wanted(*wanted))
     assert dq is not None
     assert dk is not None
     assert dv is not None

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from tilewise.operands import Flags, Operands, Tangents, Wanted
 
-__all__ = ["backward_rule", "forward_rule", "tangent_rule", "twice_rule", "vmapped"]
-
 Op = Callable[..., tuple[Tensor, ...]]
 Batched = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
 # Arguments before the operands in a backward op: dout, dlse, out, lse, wanted.

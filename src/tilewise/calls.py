@@ -24,8 +24,6 @@ from torch.utils._device import DeviceContext
 
 from tilewise import device, settings
 
-__all__ = ["MAX_CALLS", "Places", "Signature", "Slot", "are_plain", "forget", "is_watched", "slot_of"]
-
 # Bounds host memory: a cached call takes a few KiB, more with bound passes. Argument buffers for further addresses are
 # bounded for all calls together (backends/gpu/launching.py).
 MAX_CALLS, MAX_FAMILIES = 1024, 256

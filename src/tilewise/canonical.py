@@ -8,8 +8,6 @@ from torch import Tensor
 from tilewise.operands import Gradients, Operands, Tangents
 from tilewise.problem import AttentionProblem
 
-__all__ = ["COUNTS", "canonical", "canonical_tangents", "contiguous_last", "heads_first", "restored"]
-
 # Index tensors.
 COUNTS = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k")
 OUT = Operands._fields.index("out")

@@ -31,8 +31,6 @@ from tilewise.numerics import merge_rows
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Group", "SharedPrefix", "attention", "bound", "describe", "price_seconds", "refusal", "saved_seconds"]
-
 # Rates of the cost rule; measurements by name in bench/results/cascade-costs.csv. A GPU pays for two more launches and
 # the prefix's products, and saves reads, most of which L2 would have served. The launch cost counts host time, so some
 # groups are left out that would gain inside a CUDA graph only. A CPU thread pays a fixed cost and a cost for each

@@ -13,8 +13,6 @@ from torch import Tensor
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["dequantised"]
-
 UNNAMED = {"q_scale": None, "k_scale": None, "v_scale": None}
 
 

@@ -32,29 +32,6 @@ from tilewise.operands import Flags, Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import operand_names, schema, unpack
 
-__all__ = [
-    "DIFFERENTIABLE",
-    "attend_dual",
-    "attend_transformed",
-    "backward",
-    "call_more",
-    "call_op",
-    "fake_gradients",
-    "gradients_of_dual",
-    "is_dual",
-    "materialised",
-    "pull_backward_op",
-    "refuse_second",
-    "refuse_tangents",
-    "refuse_third",
-    "refuse_tracing",
-    "register",
-    "save_backward_op",
-    "scattered",
-    "split_dual",
-    "wanted_of",
-]
-
 # The operands that have derivatives, in the order of `Wanted`, `Gradients` and `Tangents`.
 DIFFERENTIABLE = Tangents._fields
 # Their indices in `Operands`.
@@ -68,15 +45,25 @@ _registering = threading.Lock()
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 # (out, lse) where a forward made them.
 Known = tuple[Tensor, Tensor]
+# Cotangents of out and lse, or tangents of such.
+Pair = tuple[Tensor | None, Tensor | None]
 Sources = tuple[Tensor | None, ...]
+
+
+class At(NamedTuple):
+    """A call: where derivatives are taken."""
+
+    kind: Kind
+    operands: Operands
+    flags: Flags
 
 
 class Maps(NamedTuple):
     """The three maps, by the ops or by the functions that torch.func understands."""
 
-    backward: Callable[..., Gradients]
-    tangent: Callable[..., Four]
-    twice: Callable[..., Gradients]
+    backward: Callable[[At, Known, Pair, Wanted], Gradients]
+    tangent: Callable[[At, Tangents, Known | None], Four]
+    twice: Callable[[At, Tangents, Four, Pair, Wanted], Gradients]
 
 
 # Duals and refusals
@@ -156,21 +143,21 @@ def attend_dual(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, T
             "forward-mode derivatives with respect to alibi_slopes or scales are not computed: they have no gradient "
             "either. Add the slopes as a bias, which has both"
         )
-    plain, tangents = Operands(*primals), Tangents(*[given[i] for i in INDICES])  # type: ignore[arg-type]
+    at, tangents = At(kind, Operands(*primals), flags), Tangents(*[given[i] for i in INDICES])  # type: ignore[arg-type]
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._are_functorch_transforms_active():  # noqa: SLF001
         # torch.func separates tangents from what autograd records, so the primals may be used directly. Compilers take
         # ops only.
         tangent = _tangent_by_op if compiling else _tangent_transformed
-        out, lse, dot_out, dot_lse = tangent(kind, plain, flags, tangents)
+        out, lse, dot_out, dot_lse = tangent(at, tangents)
         return forward_ad.make_dual(out, dot_out), forward_ad.make_dual(lse, dot_lse)
     if not calls.are_plain(tangents):
         # The legacy vmap behind torch.autograd.functional makes every result batched, and no batched one dual.
-        out, lse = call_op(kind, plain, flags)
-        _, _, dot_out, dot_lse = _tangent_by_op(kind, plain, flags, tangents)
+        out, lse = call_op(*at)
+        _, _, dot_out, dot_lse = _tangent_by_op(at, tangents)
         return forward_ad.make_dual(out, dot_out), forward_ad.make_dual(lse, dot_lse)
     with torch.no_grad():
-        made = _tangent_by_op(kind, plain, flags, tangents)
+        made = _tangent_by_op(at, tangents)
     out, lse = _Dual.apply(made, kind, flags, *operands)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -180,11 +167,9 @@ def gradients_of_dual(kind: Kind, flags: Flags, given: Sequence[Tensor | None], 
     (dout, dlse, out, lse, *tensors), (dot_dout, dot_dlse, _, _, *directions) = split_dual(given)
     assert out is not None
     assert lse is not None
-    operands, tangents = Operands(*tensors), Tangents(*_differentiable_of(directions))  # type: ignore[arg-type]
-    found = backward(kind, operands, flags, out, lse, dout, dlse, wanted)
-    pushed = _push_backward(
-        BY_OP, kind, flags, operands, tangents, (out, lse), (dout, dlse), (dot_dout, dot_dlse), wanted
-    )
+    at, tangents = At(kind, Operands(*tensors), flags), Tangents(*_differentiable_of(directions))  # type: ignore[arg-type]
+    found = backward(at, (out, lse), (dout, dlse), wanted)
+    pushed = _push_backward(BY_OP, at, tangents, (out, lse), (dout, dlse), (dot_dout, dot_dlse), wanted)
     dual = [forward_ad.make_dual(g, t) if w else g for g, t, w in zip(found, pushed, wanted, strict=True)]
     return Gradients(*dual)
 
@@ -219,7 +204,7 @@ class _Dual(torch.autograd.Function):
             found = gradients_of_dual(ctx.kind, ctx.flags, given, wanted)
         else:
             out, lse, *tensors = ctx.saved_tensors
-            found = backward(ctx.kind, Operands(*tensors), ctx.flags, out, lse, dout, dlse, wanted)
+            found = backward(At(ctx.kind, Operands(*tensors), ctx.flags), (out, lse), (dout, dlse), wanted)
         return None, None, None, *scattered(found, wanted, len(needs))
 
 
@@ -236,10 +221,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         results, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-        pulled = _pull_tangent(
-            BY_OP, ctx.kind, ctx.flags, tensors, results, (None, None, *cotangents), ctx.needs_input_grad[3:]
-        )
-        return None, None, None, *pulled
+        given, needs = (None, None, *cotangents), ctx.needs_input_grad[3:]
+        return None, None, None, *_pull_tangent(BY_OP, ctx.kind, ctx.flags, tensors, results, given, needs)
 
     jvp = staticmethod(_refuse_forward_twice)
 
@@ -248,45 +231,28 @@ class _Linear(torch.autograd.Function):
 
 
 def _pull_backward(
-    maps: Maps,
-    kind: Kind,
-    flags: Flags,
-    operands: Operands,
-    cotangents: Sequence[Tensor | None],
-    saved: Known,
-    sources: tuple[Tensor | None, Tensor | None],
-    wanted: Wanted,
+    maps: Maps, at: At, cotangents: Sequence[Tensor | None], saved: Known, sources: Pair, wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None, Gradients]:
     """The gradients of B with respect to dout, dlse (`sources`) and the operands; `saved` are out and lse."""
     if all(c is None for c in cotangents):
         return None, None, Gradients()
     along = Tangents(*cotangents)
-    results = maps.tangent(kind, operands, flags, along, saved)
-    found = Gradients()
-    if any(wanted):
-        found = maps.twice(kind, operands, flags, along, results, *sources, wanted)
+    results = maps.tangent(at, along, saved)
+    found = maps.twice(at, along, results, sources, wanted) if any(wanted) else Gradients()
     dout, dlse = sources
     return None if dout is None else results[2], None if dlse is None else results[3], found
 
 
 def _push_backward(
-    maps: Maps,
-    kind: Kind,
-    flags: Flags,
-    operands: Operands,
-    tangents: Tangents,
-    saved: Known,
-    sources: tuple[Tensor | None, Tensor | None],
-    directions: tuple[Tensor | None, Tensor | None],
-    wanted: Wanted,
+    maps: Maps, at: At, tangents: Tangents, saved: Known, sources: Pair, directions: Pair, wanted: Wanted
 ) -> list[Tensor | None]:
     """The tangents of B's results along `tangents` of the operands and `directions` of dout and dlse (`sources`)."""
     parts: list[Gradients] = []
     if any(d is not None for d in directions):
-        parts.append(maps.backward(kind, operands, flags, *saved, *directions, wanted))
+        parts.append(maps.backward(at, saved, directions, wanted))
     if any(t is not None for t in tangents):
-        results = maps.tangent(kind, operands, flags, tangents, saved)
-        parts.append(maps.twice(kind, operands, flags, tangents, results, *sources, wanted))
+        results = maps.tangent(at, tangents, saved)
+        parts.append(maps.twice(at, tangents, results, sources, wanted))
     return _summed(parts, wanted)
 
 
@@ -295,25 +261,25 @@ def _pull_tangent(
     kind: Kind,
     flags: Flags,
     tensors: Sequence[Tensor | None],
-    results: Sequence[Tensor],
+    results: Four,
     cotangents: Sequence[Tensor | None],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients of T with respect to its tangents and operands (`tensors`), of which those in `needs` are needed;
     `cotangents` are those of out, lse, out' and lse'.
     """
-    tangents, operands = Tangents(*tensors[:COUNT]), Operands(*tensors[COUNT:])  # type: ignore[arg-type]
+    tangents, at = Tangents(*tensors[:COUNT]), At(kind, Operands(*tensors[COUNT:]), flags)  # type: ignore[arg-type]
     of_tangents, of_operands = Wanted(*needs[:COUNT]), wanted_of(needs[COUNT:])
-    plain, dotted = tuple(cotangents[:2]), tuple(cotangents[2:])
+    plain, dotted = (cotangents[0], cotangents[1]), (cotangents[2], cotangents[3])
     has_plain, has_dotted = (any(c is not None for c in pair) for pair in (plain, dotted))
     linear: list[Tensor | None] = [None] * COUNT
     if has_dotted and any(of_tangents):
-        linear = _summed([maps.backward(kind, operands, flags, *results[:2], *dotted, of_tangents)], of_tangents)
+        linear = _summed([maps.backward(at, results[:2], dotted, of_tangents)], of_tangents)
     parts: list[Gradients] = []
     if has_plain and any(of_operands):
-        parts.append(maps.backward(kind, operands, flags, *results[:2], *plain, of_operands))
+        parts.append(maps.backward(at, results[:2], plain, of_operands))
     if has_dotted and any(of_operands):
-        parts.append(maps.twice(kind, operands, flags, tangents, tuple(results), *dotted, of_operands))
+        parts.append(maps.twice(at, tangents, results, dotted, of_operands))
     found = _summed(parts, of_operands)
     return [*linear, *scattered(Gradients(*found), of_operands, len(needs) - COUNT)]
 
@@ -362,40 +328,23 @@ def call_more(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, ...
     return (operands.out, *made) if flags.max_logits else (operands.out, made[0])
 
 
-def backward(
-    kind: Kind,
-    operands: Operands,
-    flags: Flags,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    """The gradients of a saved forward, through the dispatcher. One that is not wanted is an empty tensor."""
-    return Gradients(*_op(kind, "_backward")(dout, dlse, out, lse, list(wanted), *_tensors(kind, operands), *flags))
+def backward(at: At, saved: Known, sources: Pair, wanted: Wanted) -> Gradients:
+    """The gradients of a saved forward for the cotangents of its results, through the dispatcher. One that is not
+    wanted is an empty tensor.
+    """
+    op = _op(at.kind, "_backward")
+    return Gradients(*op(*sources, *saved, list(wanted), *_tensors(at.kind, at.operands), *at.flags))
 
 
-def _tangent_by_op(
-    kind: Kind, operands: Operands, flags: Flags, tangents: Tangents, known: Known | None = None
-) -> Four:
-    given = known or (None, None)
-    out, lse, *dots = _op(kind, "_tangent")(*given, *tangents, *_tensors(kind, operands), *flags)
+def _tangent_by_op(at: At, tangents: Tangents, known: Known | None = None) -> Four:
+    op, tensors = _op(at.kind, "_tangent"), _tensors(at.kind, at.operands)
+    out, lse, *dots = op(*(known or (None, None)), *tangents, *tensors, *at.flags)
     return cast("Four", (*(known or (out, lse)), *dots))
 
 
-def _twice_by_op(
-    kind: Kind,
-    operands: Operands,
-    flags: Flags,
-    tangents: Tangents,
-    results: Four,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    tensors = _tensors(kind, operands)
-    return Gradients(*_op(kind, "_twice")(dout, dlse, *results, list(wanted), *tangents, *tensors, *flags))
+def _twice_by_op(at: At, tangents: Tangents, results: Four, sources: Pair, wanted: Wanted) -> Gradients:
+    op, tensors = _op(at.kind, "_twice"), _tensors(at.kind, at.operands)
+    return Gradients(*op(*sources, *results, list(wanted), *tangents, *tensors, *at.flags))
 
 
 def _op(kind: Kind, suffix: str = "") -> Any:
@@ -445,15 +394,15 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (1 + len(needs))
         out, lse, *tensors = ctx.saved_tensors
-        wanted = wanted_of(needs)
-        found = _backward_transformed(about.kind, Operands(*tensors), about.flags, out, lse, dout, dlse, wanted)
+        at, wanted = At(about.kind, Operands(*tensors), about.flags), wanted_of(needs)
+        found = _backward_transformed(at, (out, lse), (dout, dlse), wanted)
         return None, *scattered(found, wanted, len(needs))
 
     @staticmethod
     def jvp(ctx: Any, _about: None, *given: Tensor | None) -> tuple[Tensor, Tensor]:
         _, _, *tensors = ctx.saved_tensors
-        tangents = Tangents(*_differentiable_of(given))
-        return _tangent_transformed(ctx.about.kind, Operands(*tensors), ctx.about.flags, tangents)[2:]
+        at = At(ctx.about.kind, Operands(*tensors), ctx.about.flags)
+        return _tangent_transformed(at, Tangents(*_differentiable_of(given)))[2:]
 
 
 class _Backward(torch.autograd.Function):
@@ -464,7 +413,8 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(about: _About, *rest: Any) -> tuple[Tensor, ...]:
         dout, dlse, out, lse, *tensors = rest
-        return tuple(backward(about.kind, Operands(*tensors), about.flags, out, lse, dout, dlse, about.wanted))  # type: ignore[arg-type]
+        at = At(about.kind, Operands(*tensors), about.flags)
+        return cast("tuple[Tensor, ...]", tuple(backward(at, (out, lse), (dout, dlse), about.wanted)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -475,22 +425,21 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         dout, dlse, out, lse, *tensors = ctx.saved_tensors
-        needs, about = ctx.needs_input_grad[5:], ctx.about
+        needs, at = ctx.needs_input_grad[5:], At(ctx.about.kind, Operands(*tensors), ctx.about.flags)
         wanted = wanted_of(needs)
-        ddout, ddlse, found = _pull_backward(
-            TRANSFORMED, about.kind, about.flags, Operands(*tensors), cotangents, (out, lse), (dout, dlse), wanted
-        )
+        ddout, ddlse, found = _pull_backward(TRANSFORMED, at, cotangents, (out, lse), (dout, dlse), wanted)
         return None, ddout, ddlse, None, None, *scattered(found, wanted, len(needs))
 
     @staticmethod
     def jvp(ctx: Any, _about: None, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         dout, dlse, out, lse, *tensors = ctx.saved_tensors
         dot_dout, dot_dlse, _, _, *directions = given
-        about, tangents = ctx.about, Tangents(*_differentiable_of(directions))
-        pushed = _push_backward(
-            TRANSFORMED, about.kind, about.flags, Operands(*tensors), tangents, (out, lse), (dout, dlse),
-            (dot_dout, dot_dlse), about.wanted,
-        )  # fmt: skip
+        at, tangents = (
+            At(ctx.about.kind, Operands(*tensors), ctx.about.flags),
+            Tangents(*_differentiable_of(directions)),
+        )
+        sources, dots = (dout, dlse), (dot_dout, dot_dlse)
+        pushed = _push_backward(TRANSFORMED, at, tangents, (out, lse), sources, dots, ctx.about.wanted)
         nothing = out.new_empty(0)
         return tuple(nothing if tangent is None else tangent for tangent in pushed)
 
@@ -530,8 +479,8 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def forward(about: _About, *rest: Any) -> tuple[Tensor, ...]:
         dout, dlse, results, tangents, tensors = rest[0], rest[1], rest[2:6], rest[6 : 6 + COUNT], rest[6 + COUNT :]
-        along, operands = Tangents(*tangents), Operands(*tensors)
-        found = _twice_by_op(about.kind, operands, about.flags, along, results, dout, dlse, about.wanted)
+        at = At(about.kind, Operands(*tensors), about.flags)
+        found = _twice_by_op(at, Tangents(*tangents), results, (dout, dlse), about.wanted)
         return cast("tuple[Tensor, ...]", tuple(found))
 
     @staticmethod
@@ -553,40 +502,20 @@ def attend_transformed(kind: Kind, operands: Operands, flags: Flags) -> tuple[Te
     return cast("tuple[Tensor, Tensor]", _Attention.apply(_About(kind, flags), *operands))  # type: ignore[no-untyped-call]
 
 
-def _backward_transformed(
-    kind: Kind,
-    operands: Operands,
-    flags: Flags,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    about = _About(kind, flags, wanted)
-    return Gradients(*_Backward.apply(about, dout, dlse, out, lse, *operands))  # type: ignore[no-untyped-call]
+def _backward_transformed(at: At, saved: Known, sources: Pair, wanted: Wanted) -> Gradients:
+    about = _About(at.kind, at.flags, wanted)
+    return Gradients(*_Backward.apply(about, *sources, *saved, *at.operands))  # type: ignore[no-untyped-call]
 
 
-def _tangent_transformed(
-    kind: Kind, operands: Operands, flags: Flags, tangents: Tangents, known: Known | None = None
-) -> Four:
-    given = known or (None, None)
-    out, lse, *dots = _Tangent.apply(_About(kind, flags), *given, *tangents, *operands)  # type: ignore[no-untyped-call]
+def _tangent_transformed(at: At, tangents: Tangents, known: Known | None = None) -> Four:
+    about, given = _About(at.kind, at.flags), known or (None, None)
+    out, lse, *dots = _Tangent.apply(about, *given, *tangents, *at.operands)  # type: ignore[no-untyped-call]
     return cast("Four", (*(known or (out, lse)), *dots))
 
 
-def _twice_transformed(
-    kind: Kind,
-    operands: Operands,
-    flags: Flags,
-    tangents: Tangents,
-    results: Four,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    wanted: Wanted,
-) -> Gradients:
-    about = _About(kind, flags, wanted)
-    return Gradients(*_Twice.apply(about, dout, dlse, *results, *tangents, *operands))  # type: ignore[no-untyped-call]
+def _twice_transformed(at: At, tangents: Tangents, results: Four, sources: Pair, wanted: Wanted) -> Gradients:
+    about = _About(at.kind, at.flags, wanted)
+    return Gradients(*_Twice.apply(about, *sources, *results, *tangents, *at.operands))  # type: ignore[no-untyped-call]
 
 
 TRANSFORMED = Maps(_backward_transformed, _tangent_transformed, _twice_transformed)
@@ -599,20 +528,27 @@ def register(library: torch.library.Library, kind: Kind) -> None:
     """Define the ops tilewise::<kind>_tangent and tilewise::<kind>_twice. Their rules are registered on first use,
     because that takes as long as a quarter of `import tilewise`.
     """
-    along = ", ".join(f"Tensor? {name}_tangent" for name in DIFFERENTIABLE)
-    saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent, bool[] wanted"
-    results = "(Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent)"
-    gradients = "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
-    tags = (torch.Tag.pt2_compliant_tag,)
-    known = "Tensor? out, Tensor? lse"
-    library.define(f"{kind}_tangent({known}, {along}, {schema(kind)}) -> {results}", tags=tags)
-    library.define(f"{kind}_twice({saved}, {along}, {schema(kind)}) -> {gradients}", tags=tags)
-    for name, real, fake in (
-        (f"{kind}_tangent", _tangent, _tangent_fake),
-        (f"{kind}_twice", _twice, _twice_fake),
-    ):
-        library.impl(name, functools.partial(real, kind), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tilewise::{name}", functools.partial(fake, kind), lib=library)
+    given = ", ".join([*(f"Tensor? {name}_tangent" for name in DIFFERENTIABLE), schema(kind)])
+    results = "Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent"
+    gradients = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
+    saved = f"Tensor? dout, Tensor? dlse, {results}, bool[] wanted"
+    define(library, kind, "_tangent", f"Tensor? out, Tensor? lse, {given}", results, _tangent, _tangent_fake)
+    define(library, kind, "_twice", f"{saved}, {given}", gradients, _twice, _twice_fake)
+
+
+def define(
+    library: torch.library.Library,
+    kind: Kind,
+    suffix: str,
+    arguments: str,
+    results: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> None:
+    """Define the op tilewise::<kind><suffix>: `real` and `fake` get the kind and then its arguments."""
+    library.define(f"{kind}{suffix}({arguments}) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(f"{kind}{suffix}", functools.partial(real, kind), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{kind}{suffix}", functools.partial(fake, kind), lib=library)
 
 
 @device.constant_in_traces
@@ -674,9 +610,8 @@ def pull_backward_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple[
     operands = Operands(**dict(zip(names, given, strict=True)))
     needs = dict(zip(names, ctx.needs_input_grad[5:], strict=False))
     wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
-    ddout, ddlse, found = _pull_backward(
-        BY_OP, kind, Flags(*ctx.flags), operands, cotangents, (out, lse), (dout, dlse), wanted
-    )
+    at = At(kind, operands, Flags(*ctx.flags))
+    ddout, ddlse, found = _pull_backward(BY_OP, at, cotangents, (out, lse), (dout, dlse), wanted)
     result = {n: g for n, g, want in zip(DIFFERENTIABLE, found, wanted, strict=True) if want}
     return (ddout, ddlse, None, None, None, *[result.get(name) for name in names], *[None for _ in ctx.flags])
 

@@ -21,8 +21,6 @@ import torch
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["DEVICES", "DeviceSpec", "constant_in_traces", "cpu_name", "named", "of", "overridden", "override"]
-
 KIB, MIB, GIB, GB, TERA = 1 << 10, 1 << 20, 1 << 30, 10**9, 10**12
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from tilewise.errors import TilewiseError
 
-__all__ = ["INK", "OTHERS", "OURS", "render", "require"]
-
 # Text and lines are drawn in this colour, then follow the reader's scheme, because matplotlib cannot write
 # "currentColor". The light scheme's grey has a contrast above 4 with white and with near-black, for a dark page on a
 # light system.

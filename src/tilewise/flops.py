@@ -21,8 +21,6 @@ from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, unpack
 from tilewise.totals import lengths_of
 
-__all__ = ["tell_counters"]
-
 COUNTER = "torch.utils.flop_counter"
 # Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted. Tangent ops have out, lse and
 # five tangents, twice ops dout, dlse, the results with their tangents, wanted and five tangents.
@@ -47,13 +45,11 @@ def tell_counters() -> None:
 def _registered() -> dict[Any, Callable[..., int]]:
     """The formula of each op, registered with torch's counter."""
     formulas: dict[Any, Callable[..., int]] = {}
+    passes = {"": _forward, "_logits": _forward, "_out": _forward_out, "_backward": _backward}
+    passes |= {"_tangent": _tangent, "_twice": _twice}
     for kind in OPERANDS:
-        formulas[getattr(torch.ops.tilewise, kind)] = functools.partial(_forward, kind)
-        formulas[getattr(torch.ops.tilewise, f"{kind}_logits")] = functools.partial(_forward, kind)
-        formulas[getattr(torch.ops.tilewise, f"{kind}_out")] = functools.partial(_forward_out, kind)
-        formulas[getattr(torch.ops.tilewise, f"{kind}_backward")] = functools.partial(_backward, kind)
-        formulas[getattr(torch.ops.tilewise, f"{kind}_tangent")] = functools.partial(_tangent, kind)
-        formulas[getattr(torch.ops.tilewise, f"{kind}_twice")] = functools.partial(_twice, kind)
+        for suffix, formula in passes.items():
+            formulas[getattr(torch.ops.tilewise, kind + suffix)] = functools.partial(formula, kind)
     for op, formula in formulas.items():
         sys.modules[COUNTER].register_flop_formula(op, get_raw=True)(formula)
     return formulas

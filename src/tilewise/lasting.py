@@ -15,8 +15,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["outside_pools"]
-
 Made = TypeVar("Made")
 
 

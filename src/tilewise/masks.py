@@ -15,8 +15,6 @@ import enum
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Band", "Tile", "TileCounts", "TileGrid", "TileKind"]
-
 
 class TileKind(enum.Enum):
     """What a tile of the score matrix needs."""

@@ -15,17 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LN2",
-    "LOG2E",
-    "dropout_keep",
-    "dropout_threshold",
-    "merge_all",
-    "merge_partials",
-    "merge_rows",
-    "philox_4x32",
-]
-
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 

@@ -13,8 +13,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Flags", "Gradients", "Operands", "Options", "Tangents", "Wanted", "Window"]
-
 Window = tuple[int | None, int | None]
 
 

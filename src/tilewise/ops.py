@@ -18,13 +18,11 @@ from torch.autograd import forward_ad
 from tilewise import batching, calls, derivatives, device, dispatch, settings, tracing, validation
 from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
-from tilewise.derivatives import DIFFERENTIABLE, backward, call_more, call_op, scattered, wanted_of
+from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
-
-__all__ = ["Call", "attention", "backward", "described", "is_plain_eager", "refuse", "repeated", "result", "touch"]
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
@@ -239,7 +237,7 @@ class Call:
         wanted = wanted_of(needs)
         # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
         if by_op or not calls.are_plain((dout, dlse)):
-            found = backward(self.kind, Operands(*tensors), self.flags, out, lse, dout, dlse, wanted)
+            found = backward(At(self.kind, Operands(*tensors), self.flags), (out, lse), (dout, dlse), wanted)
         else:
             found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
         return scattered(found, wanted, len(tensors))
@@ -476,7 +474,7 @@ def _autograd(
         wanted = Wanted(*(needs[name] for name in DIFFERENTIABLE))
         out, lse, *tensors = ctx.saved_tensors
         operands = Operands(**dict(zip(names, tensors, strict=True)))
-        gradients = backward(kind, operands, Flags(*ctx.flags), out, lse, dout, dlse, wanted)
+        gradients = backward(At(kind, operands, Flags(*ctx.flags)), (out, lse), (dout, dlse), wanted)
         result = {n: g for n, g, want in zip(DIFFERENTIABLE, gradients, wanted, strict=True) if want}
     return (*(result.get(name) for name in names), *(None for _ in ctx.flags))
 
@@ -487,29 +485,13 @@ def _refuse_vmap(name: str, info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _register(library: torch.library.Library, kind: Kind) -> None:
-    saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
-    library.define(f"{kind}({schema(kind)}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,))
-    library.define(
-        f"{kind}_logits({schema(kind)}) -> (Tensor out, Tensor lse, Tensor max_logits)",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    library.define(
-        f"{kind}_out({schema(kind)}, Tensor(a!) out) -> (Tensor lse, Tensor max_logits)",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    library.define(
-        f"{kind}_backward({saved}, {schema(kind)}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    implementations: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        kind: (_forward, _forward_fake),
-        f"{kind}_logits": (_forward_logits, _forward_logits_fake),
-        f"{kind}_out": (_forward_out, _forward_out_fake),
-        f"{kind}_backward": (_backward, _backward_fake),
-    }
-    for name, (real, fake) in implementations.items():
-        library.impl(name, functools.partial(real, kind), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tilewise::{name}", functools.partial(fake, kind), lib=library)
+    given, saved = schema(kind), "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
+    logits, gradients = "Tensor lse, Tensor max_logits", "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
+    define = functools.partial(derivatives.define, library, kind)
+    define("", given, "Tensor out, Tensor lse", _forward, _forward_fake)
+    define("_logits", given, f"Tensor out, {logits}", _forward_logits, _forward_logits_fake)
+    define("_out", f"{given}, Tensor(a!) out", logits, _forward_out, _forward_out_fake)
+    define("_backward", f"{saved}, {given}", gradients, _backward, _backward_fake)
     for name in (kind, f"{kind}_logits"):
         torch.library.register_autograd(
             f"tilewise::{name}",

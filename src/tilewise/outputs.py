@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["ensure_writable", "write"]
-
 
 def ensure_writable(path: Path, option: str) -> None:
     """Raise before long measurements, not after them. `option` gave the path: "output" for --output."""

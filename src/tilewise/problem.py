@@ -11,8 +11,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["MAX_HEAD_DIM", "MAX_HEAD_DIM_V", "MAX_SEQLEN", "AttentionProblem", "Kind", "Layout"]
-
 # The contract's limits for head_dim and head_dim_v, for every backend. A latent has 64 columns more than its values.
 MAX_HEAD_DIM = 576
 MAX_HEAD_DIM_V = 512

@@ -8,8 +8,6 @@ import os
 
 import torch
 
-__all__ = ["is_forked"]
-
 _IMPORTED_IN = os.getpid()
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from tilewise.operands import Flags, Operands
 from tilewise.problem import Kind
 
-__all__ = ["OPERANDS", "operand_names", "schema", "unpack"]
-
 # The operands of each op; a question mark marks an optional one.
 _SCORES = "bias? mask? alibi_slopes? sinks? tiles? tile_bits? tile_lists?"
 _SCALES = "q_scale? k_scale? v_scale?"

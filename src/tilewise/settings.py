@@ -20,8 +20,6 @@ from typing import Any
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["Settings", "current", "overridden", "quiet_profiler", "read"]
-
 # torch's profiler reads it when it first starts; 6 is above its levels (errors are 4, its two lines a run are 5).
 PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 

@@ -20,8 +20,6 @@ from tilewise.problem import Kind
 from tilewise.validation.flags import check_flag
 from tilewise.validation.tensors import public_names
 
-__all__ = ["attend", "is_dtensor"]
-
 Cuts = dict[str, dict[str, int]]
 # How a call may be sharded, and the dimension of each tensor that is sliced for it.
 CUTS: dict[str, Cuts] = {

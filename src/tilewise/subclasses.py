@@ -20,8 +20,6 @@ from torch.nn import Parameter
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["check_class"]
-
 # Where torch defines the classes that stand in for plain tensors. A class that was never imported has no instances.
 STAND_INS = (
     ("torch._subclasses.fake_tensor", "FakeTensor"),

@@ -38,8 +38,6 @@ from tilewise.tiles import (
 )
 from tilewise.units import format_bytes
 
-__all__ = ["TileMask", "tile_mask"]
-
 # A tile that is still to be evaluated.
 UNKNOWN = -3
 # Of a map of 1 GiB.

@@ -18,27 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "EMPTY",
-    "FULL",
-    "GROUPS_HEADER",
-    "TILE",
-    "WORD",
-    "WORDS",
-    "Sections",
-    "at_once",
-    "bits_by_keys",
-    "bits_by_queries",
-    "is_visible",
-    "lists_of",
-    "no_bits",
-    "num_tiles",
-    "packed",
-    "sections",
-    "unpacked",
-    "visible",
-]
-
 TILE = 128
 EMPTY, FULL = -2, -1
 # Queries whose bits share a word, and words of a key.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["check_totals", "lengths_of", "longest_of"]
-
 
 def check_totals(name: str, entries: Sequence[int], rows: int) -> None:
     """Raise unless the entries are running totals of at most `rows` rows."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_count", "format_seconds"]
-
 
 def format_bytes(size: float) -> str:
     """Binary units: 33.0 MiB, 512 B."""

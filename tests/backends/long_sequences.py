@@ -153,10 +153,7 @@ HALF = (
     "infinite V",
 )  # fmt: skip
 CASES |= {
-    f"{name}, fp16": dataclasses.replace(
-        CASES[name],
-        case=dataclasses.replace(CASES[name].case, dtype=torch.float16),
-    )
+    f"{name}, fp16": dataclasses.replace(CASES[name], case=dataclasses.replace(CASES[name].case, dtype=torch.float16))
     for name in HALF
 }
 

@@ -15,14 +15,7 @@ from llvmlite import binding, ir
 import tilewise as tw
 from tilewise.backends.cpu import isa
 from tilewise.backends.cpu.compiler import Part, build_module, driver, optimise, part_of
-from tilewise.backends.cpu.emit import (
-    BF16,
-    E4M3,
-    E4M3_UNIT,
-    FP16,
-    Emitter,
-    Value,
-)
+from tilewise.backends.cpu.emit import BF16, E4M3, E4M3_UNIT, FP16, Emitter, Value
 from tilewise.backends.cpu.features import drop
 from tilewise.backends.cpu.forward_matrix import (
     matrix_scores,

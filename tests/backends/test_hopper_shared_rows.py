@@ -15,11 +15,7 @@ from test_hopper_protocol import PACKED, Case, expected
 pytestmark = pytest.mark.slow
 
 DENSE = Case(128, batch=2, heads=(2, 2), seqlens=(70, 200), causal=True)
-CASES = {
-    "heads": (DENSE, 1),
-    "sequences": (DENSE, 0),
-    "packed heads": (replace(DENSE, lengths=PACKED, padding=2), 1),
-}
+CASES = {"heads": (DENSE, 1), "sequences": (DENSE, 0), "packed heads": (replace(DENSE, lengths=PACKED, padding=2), 1)}
 
 
 @pytest.mark.parametrize(("case", "dim"), CASES.values(), ids=CASES.keys())

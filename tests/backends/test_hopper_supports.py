@@ -86,8 +86,7 @@ def test_takes(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"causal": True}, {"num_kv_heads": 1}, {"window_left": 9}, {"has_sinks": True}, {"kind": "varlen"}],
+    "changes", [{}, {"causal": True}, {"num_kv_heads": 1}, {"window_left": 9}, {"has_sinks": True}, {"kind": "varlen"}]
 )
 def test_the_fp8_kernel_takes(changes: dict[str, Any]) -> None:
     problem = replace(PLAIN, fp8=("q", "k", "v"), **changes)

@@ -20,15 +20,7 @@ from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_keep
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.testing import (
-    BackendImplementation,
-    Case,
-    Nonconformance,
-    check,
-    check_higher,
-    check_largest,
-    installed,
-)
+from tilewise.testing import BackendImplementation, Case, Nonconformance, check, check_higher, check_largest, installed
 from tilewise.testing.generation import single_cases
 from tilewise.testing.special import largest_cases, special_cases
 from tilewise.testing.threads import one_thread

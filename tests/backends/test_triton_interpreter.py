@@ -58,8 +58,7 @@ FILES = (
 
 @pytest.mark.skipif(INTERPRETED, reason="already in the interpreter")
 @pytest.mark.parametrize(
-    "part",
-    ["not exhaustive", pytest.param("exhaustive", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)])],
+    "part", ["not exhaustive", pytest.param("exhaustive", marks=[pytest.mark.exhaustive, pytest.mark.timeout(1800)])]
 )
 def test_in_the_interpreter(part: str) -> None:
     interpret(*FILES, "-m", part)

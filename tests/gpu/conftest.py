@@ -1,14 +1,31 @@
-"""What tests on a real GPU share."""
+"""What tests on a real GPU share: where they run, and in which state."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of this folder need a GPU and Triton; those with the mark `hopper`, an H100 or H200."""
+    here = torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+    is_hopper = here and torch.cuda.get_device_capability() == (9, 0)
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not here:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device and Triton"))
+            elif not is_hopper and item.get_closest_marker("hopper") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs an H100 or H200"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,6 @@ import tilewise as tw
 from tilewise import settings
 from tilewise.kv import append_rotated, rotary_table
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 LONGEST, PAGE_SIZE = 5000, 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

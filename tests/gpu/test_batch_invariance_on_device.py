@@ -11,13 +11,7 @@ import tilewise as tw
 from tilewise.testing.conformance import same_bits
 from tilewise.testing.invariance import Sequences, check_invariant
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 LENGTHS = (1, 700, 33, 4096, 9000, 64, 4097, 128)
 

@@ -18,13 +18,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import cascade, fp8
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 BATCH, PAGE, PAGES, SHARED_PAGES = 4, 64, 20, 12
 Attend = Callable[[Tensor], Any]

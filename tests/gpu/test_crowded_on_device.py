@@ -18,14 +18,7 @@ from torch import Tensor
 
 import tilewise as tw
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.exhaustive,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
-    ),
-]
+pytestmark = [pytest.mark.hopper, pytest.mark.exhaustive]
 
 NUM_OTHERS, SECONDS, IN_A_ROW = 8, 8.0, 12
 # Until it is told to stop, by the end of its input.

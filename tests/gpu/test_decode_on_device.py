@@ -11,13 +11,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import fp8
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 LENGTHS = [5000, 33, 0, 1300, 64, 257]
 FLAGS: dict[str, dict[str, Any]] = {

@@ -15,12 +15,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.testing.poison import uninitialised_is_nan
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
 BF16 = torch.bfloat16
 # Of the root mean square of a result: a few roundings of 16 bits, or of sums in fp32.

@@ -20,11 +20,6 @@ from tilewise import fp8
 from tilewise.integrations import flash_attn, flash_attn_interface, sdpa
 from tilewise.nn import CausalSelfAttention, MultiheadAttention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 HALF = torch.float16
 
 

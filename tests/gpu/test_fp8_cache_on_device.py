@@ -15,11 +15,6 @@ from tilewise.fp8 import Fp8Tensor
 from tilewise.integrations.flash_attn_interface import flash_attn_with_kvcache
 from tilewise.kv.quantised import append_quantised, new_scales, write_quantised
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, DIM_V = 8, 2, 64, 40
 

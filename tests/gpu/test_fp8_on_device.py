@@ -12,11 +12,6 @@ import tilewise as tw
 from tilewise import fp8
 from tilewise.device import of as device_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 LONG = 32768
 
 

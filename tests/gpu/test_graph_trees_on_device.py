@@ -16,12 +16,8 @@ from torch import Tensor, nn
 import tilewise as tw
 from tilewise import fp8
 
-pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
+    pytest.mark.hopper,
     # Importing inductor is enough for torch 2.11 to warn about its own use of TorchScript.
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
     # Trees of graphs begin with one that nothing is captured in.

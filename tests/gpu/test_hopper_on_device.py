@@ -20,13 +20,7 @@ from torch import Tensor
 
 import tilewise as tw
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 REPEATS = 1000
 # More tiles than SMs, so that the counter hands them out in another order every time; lengths are odd on purpose.

@@ -26,13 +26,7 @@ from extreme_inputs import (
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 # Two configurations that are timed; every one rounds and marks rows in the same two ways.
 CASES = {"d64 causal": (Shape((2, 2), (1024, 1024), 64), True), "d128 full": (Shape((2, 2), (1024, 1024), 128), False)}

@@ -15,10 +15,7 @@ from tilewise.fp8 import Fp8Tensor
 from tilewise.integrations.engines import Batch, Layer
 from tilewise.kv import rotary_table
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 VALUES, ROTARY, SCALE = 512, 64, 192**-0.5

@@ -17,23 +17,12 @@ from long_sequences import CASES, Long, faults_of, make_long_inputs, misplaced, 
 from tilewise.testing import BackendImplementation, Inputs
 from tilewise.testing.implementations import call_api
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 REPEATS = 200
 CUDA = torch.device("cuda")
 # Packed ones get their tiles from a list.
-REPEATED_FORWARDS = [
-    "d128 steep, causal, sinks",
-    "d64 steep",
-    "d64 steep, four warpgroups",
-    "d64 steep, packed",
-]
+REPEATED_FORWARDS = ["d128 steep, causal, sinks", "d64 steep", "d64 steep, four warpgroups", "d64 steep, packed"]
 # dQ of the first is summed in no fixed order.
 REPEATED_BACKWARDS = {"d128 causal": ("dk", "dv"), "deterministic": ("dq", "dk", "dv")}
 

@@ -10,13 +10,7 @@ from torch import Tensor
 
 import tilewise as tw
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -14,13 +14,7 @@ import tilewise as tw
 from tilewise import cascade
 from tilewise.errors import InvalidProblem
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = pytest.mark.hopper
 
 Attend = Callable[..., Any]
 

@@ -6,14 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def test_two_ranks_on_one_gpu() -> None:
     script = Path(__file__).parent / "ranks_on_one_gpu.py"

@@ -10,11 +10,6 @@ import tilewise as tw
 from tilewise.backends.gpu import driver, releases, trial
 from tilewise.device import of as device_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.fixture(params=["hopper", "triton"])
 def taker(request: pytest.FixtureRequest) -> str:

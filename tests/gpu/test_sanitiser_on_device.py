@@ -9,12 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 CASES = Path(__file__).with_name("sanitised_cases.py")
 FOUND = 9
 

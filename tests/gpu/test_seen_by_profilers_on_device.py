@@ -13,8 +13,6 @@ from torch.profiler import ProfilerActivity, profile
 import tilewise as tw
 from tilewise import settings
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 
 def qkv(grad: bool) -> list[Any]:
     return [torch.randn(1, 4, 512, 64, dtype=torch.bfloat16, device="cuda", requires_grad=grad) for _ in range(3)]

@@ -13,11 +13,6 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import cascade, settings
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, DIM, LAYERS = 8, 2, 64, 2
 

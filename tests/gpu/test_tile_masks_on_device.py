@@ -20,12 +20,6 @@ import tilewise as tw
 from tilewise import TileMask, tile_mask
 from tilewise.tiles import lists_of
 
-pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 NoWaiting = Callable[[], AbstractContextManager[None]]
 LENGTH = 1000
 

@@ -18,10 +18,6 @@ import tilewise as tw
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 Traits = pytest.importorskip("tilewise.backends.triton.planning").Traits
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 BF16 = torch.bfloat16
 

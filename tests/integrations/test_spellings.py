@@ -61,11 +61,7 @@ NUMBERS: dict[str, Any] = {
     "causal": True,
     "deterministic": True,
 }
-SPELLINGS: dict[str, Any] = {
-    "tensor": torch.tensor,
-    "array": np.array,
-    "numpy": lambda number: np.array(number)[()],
-}
+SPELLINGS: dict[str, Any] = {"tensor": torch.tensor, "array": np.array, "numpy": lambda number: np.array(number)[()]}
 
 
 def spelt(value: Any, how: Any) -> Any:

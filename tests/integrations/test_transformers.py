@@ -38,8 +38,7 @@ from tiny_models import (
 pytestmark = pytest.mark.slow
 
 CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
 DEVICES = pytest.mark.parametrize("where", ["cpu", CUDA])
 MODELS = pytest.mark.parametrize("name", list(CAUSAL))

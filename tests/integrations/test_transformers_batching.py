@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 needs_psutil = pytest.mark.skipif(importlib.util.find_spec("psutil") is None, reason="needs psutil")
 CPU = pytest.param("cpu", marks=needs_psutil)
 CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
 
 # Up to 5.18 every name can batch, by a prefix; from 5.19 on only those that contain "flash".

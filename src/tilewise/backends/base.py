@@ -16,24 +16,6 @@ from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = [
-    "Backend",
-    "Binding",
-    "Bound",
-    "Caching",
-    "Compiling",
-    "Differentiating",
-    "Explaining",
-    "Invariant",
-    "Measuring",
-    "Prefixes",
-    "Quantising",
-    "Rotating",
-    "Serving",
-    "TileMasking",
-    "TileShape",
-]
-
 
 class TileShape(NamedTuple):
     """Rows of queries and of keys in one tile."""
@@ -121,9 +103,8 @@ class Measuring(Protocol):
     """A backend that raises `operands.max_logits`, which is -inf, to the largest score of each head."""
 
     name: str
-
-    def finds_largest(self, problem: AttentionProblem) -> str:
-        """How the largest scores are found, for reports."""
+    # How the largest scores are found, in words.
+    finds_largest: str
 
 
 @runtime_checkable
@@ -131,9 +112,8 @@ class Invariant(Protocol):
     """A backend whose results of a sequence do not depend on its batch by a bit, where `problem.batch_invariant`."""
 
     name: str
-
-    def ignores_batch(self, problem: AttentionProblem) -> str:
-        """How that is done, for reports."""
+    # How that is done, in words.
+    ignores_batch: str
 
 
 class Bound(Protocol):

@@ -13,8 +13,6 @@ import torch
 from tilewise import device
 from tilewise.version import __version__
 
-__all__ = ["installed_version", "machine", "versions"]
-
 PACKAGES = ("torch", "triton", "llvmlite", "numpy", "flash-attn", "flash-attn-3", "flash-attn-4")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["memory_method", "peak_extra_memory", "torch_peak"]
-
 Run = Callable[[], object]
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

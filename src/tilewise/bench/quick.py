@@ -17,8 +17,6 @@ from tilewise.bench.timing import CpuClock, CudaClock, Entrant, describe, race, 
 from tilewise.errors import InvalidProblem
 from tilewise.testing.tolerances import ulp
 
-__all__ = ["Case", "Measured", "cases", "device_of", "formula", "run", "select", "threads_of"]
-
 # Naive attention is left out beyond this: it would measure the allocator.
 MOST_SCORE_BYTES = 1 << 30
 # Sequences of different lengths, packed without padding.

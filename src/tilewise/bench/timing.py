@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "Entrant", "Summary", "race", "summarise", "turns"]
-
 Batch = Callable[[], object]
 
 MOST_CALLS = 1000

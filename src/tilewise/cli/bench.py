@@ -19,8 +19,6 @@ from tilewise.bench.quick import Case, Measured, cases, device_of, run, select, 
 from tilewise.cli.console import JsonOption, print_json, progress
 from tilewise.units import format_count, format_seconds
 
-__all__ = ["EXAMPLE", "command"]
-
 EXAMPLE = "tilewise bench --device cpu --only forward --quick"
 
 # Seconds of timing per case, without checks and compilation.

@@ -16,8 +16,6 @@ from tilewise import figures, outputs
 from tilewise.errors import InvalidProblem
 from tilewise.units import format_bytes
 
-__all__ = ["JsonOption", "Step", "cache_line", "check_plot", "print_error", "print_json", "progress", "write_plot"]
-
 JSON_KEY = "tilewise.json"
 
 

@@ -26,8 +26,6 @@ from tilewise.masks import Band
 from tilewise.plan import explain
 from tilewise.units import format_bytes, format_seconds
 
-__all__ = ["EXAMPLE", "command"]
-
 EXAMPLE = "tilewise demo --heads 8 --max-seqlen 4096"
 
 DTYPE = torch.float32

@@ -20,8 +20,6 @@ from tilewise.plan import explain
 from tilewise.units import format_bytes, format_count
 from tilewise.version import __version__
 
-__all__ = ["EXAMPLE", "command", "diagnose"]
-
 EXAMPLE = "tilewise doctor --json"
 
 PACKAGES = ("torch", "numpy", "llvmlite", "triton")

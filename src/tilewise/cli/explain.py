@@ -18,8 +18,6 @@ from tilewise.operands import Window
 from tilewise.plan import explain
 from tilewise.plan.plots import draw_plan
 
-__all__ = ["EXAMPLE", "command"]
-
 # Every tile of queries is counted, so longer sequences would take too long.
 LONGEST = 1 << 24
 

@@ -15,8 +15,6 @@ from tilewise.explorer import ExplorerServer, chapter_names, exported_page
 from tilewise.outputs import ensure_writable, write
 from tilewise.units import format_bytes
 
-__all__ = ["EXAMPLE", "command"]
-
 EXAMPLE = "tilewise explore --export attention.html"
 
 

@@ -32,8 +32,6 @@ from tilewise.errors import InvalidProblem
 from tilewise.plan import Plan, explain
 from tilewise.units import format_count, format_seconds
 
-__all__ = ["EXAMPLE", "command"]
-
 EXAMPLE = "tilewise profile --seqlen 2048 --causal --backward"
 
 # In the order of the table. "fused" is a kernel that does everything at once.

@@ -16,8 +16,6 @@ from tilewise.cli.console import JsonOption, Step, cache_line, print_json, progr
 from tilewise.device import DEVICES, DeviceSpec
 from tilewise.errors import InvalidProblem, Unsupported
 
-__all__ = ["EXAMPLE", "command", "fill", "fill_for_gpu"]
-
 EXAMPLE = "TILEWISE_CACHE_DIR=/opt/kernels tilewise warmup"
 GPU_BACKENDS = ("hopper", "triton")
 DEVICE_HELP = (

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from tilewise.distributed.transport import Group, all_gather, failures_named
 from tilewise.errors import InvalidProblem, TilewiseError
 
-__all__ = ["Description", "agree", "refuse"]
-
 # The arguments of a rank by name; hashable, so that they are compared once.
 Description = tuple[tuple[str, str], ...]
 

@@ -19,8 +19,6 @@ from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.operands import Options, Window
 from tilewise.validation.flags import seed_tensor
 
-__all__ = ["Method", "context_parallel_attention"]
-
 Method = Literal["auto", "ring", "all_gather", "heads"]
 
 if TYPE_CHECKING:

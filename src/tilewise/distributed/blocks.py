@@ -22,8 +22,6 @@ from tilewise.distributed.pieces import Piece
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Call", "Running", "Saved", "Visit", "accumulator", "backward", "forward", "sink_gradient"]
-
 # Keys that share one Philox draw.
 KEYS_PER_DRAW = 4
 

@@ -28,8 +28,6 @@ from tilewise.numerics import merge_all
 from tilewise.operands import Options, Window
 from tilewise.totals import check_totals
 
-__all__ = ["context_parallel_decode", "local_seqlens", "local_slots"]
-
 Pages = Tensor | Fp8Tensor
 
 

@@ -20,8 +20,6 @@ from tilewise.distributed.transport import Group
 from tilewise.errors import Unsupported
 from tilewise.operands import Operands
 
-__all__ = ["Assignment", "assign", "heads_attention"]
-
 # The settings that must agree between ranks: all but the last, the group.
 COMPARED = Settings._fields[:-1]
 

@@ -25,8 +25,6 @@ from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.operands import Flags, Operands, Wanted
 from tilewise.totals import check_totals
 
-__all__ = ["Settings", "Tensors", "context_parallel", "describe", "exchange_heads", "heads_of", "whole_lengths"]
-
 
 class Tensors(NamedTuple):
     """The tensors of a call, in the order of the op's schema."""

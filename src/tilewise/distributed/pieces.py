@@ -17,8 +17,6 @@ from typing import Literal, NamedTuple
 from tilewise.distributed.sharding import Chunk, Shard, chunk_order, chunks_per_rank, shard_of
 from tilewise.masks import Band
 
-__all__ = ["Layout", "Piece", "Rectangle", "pairs_of", "pieces", "ring_steps"]
-
 # Where the keys of a piece are: around the diagonal, before every query, or after.
 Side = Literal["aligned", "past", "future"]
 

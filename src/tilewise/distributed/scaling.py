@@ -22,8 +22,6 @@ from tilewise.errors import InvalidProblem
 from tilewise.masks import Band
 from tilewise.units import format_bytes, format_count, format_seconds
 
-__all__ = ["LINKS", "Link", "Prediction", "Rates", "Scenario", "best_method", "compare", "forecast", "predict"]
-
 GB, TERA = 1e9, 1e12
 METHODS = ("ring", "all_gather", "heads")
 # Numbers of devices for which a forecast reports the ring.

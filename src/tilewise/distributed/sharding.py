@@ -19,18 +19,6 @@ from tilewise.distributed.transport import MeshOrGroup, all_gather, group_of
 from tilewise.errors import InvalidProblem
 from tilewise.subclasses import check_class
 
-__all__ = [
-    "Chunk",
-    "Shard",
-    "Sharding",
-    "chunk_order",
-    "chunks_per_rank",
-    "position_ids",
-    "shard",
-    "shard_of",
-    "unshard",
-]
-
 Sharding = Literal["zigzag", "contiguous"]
 
 # Chunks made by `shard` are multiples of four rows, because one Philox draw serves four keys.

@@ -18,18 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tilewise.errors import InvalidProblem, TilewiseError
 
-__all__ = [
-    "Group",
-    "MeshOrGroup",
-    "PeerFailure",
-    "Transfer",
-    "all_gather",
-    "all_to_all",
-    "group_named",
-    "group_of",
-    "rotate",
-]
-
 Group = ProcessGroup
 MeshOrGroup = ProcessGroup | DeviceMesh | None
 # The name from torch 2.13 on, where the old one warns.

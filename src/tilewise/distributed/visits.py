@@ -26,8 +26,6 @@ from tilewise.distributed.sharding import Chunk, as_shards, in_order
 from tilewise.distributed.transport import Group, Transfer, all_to_all, rotate, start_all_gather
 from tilewise.operands import Wanted
 
-__all__ = ["Heads", "Shards", "gathered", "ring"]
-
 # From the caller's layout to (batch, heads, rows, dim), as a view.
 Heads = Callable[[Tensor], Tensor]
 # The gradients of K and V, None if not wanted.

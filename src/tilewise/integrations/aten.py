@@ -22,8 +22,6 @@ from tilewise.api import attention, attention_backward
 from tilewise.errors import Unsupported
 from tilewise.integrations.translation import top_left
 
-__all__ = ["Activation", "activate"]
-
 FlashResult = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]
 DenseGradients = tuple[Tensor, Tensor, Tensor]
 

@@ -28,8 +28,6 @@ from tilewise.kv.writing import write_rows
 from tilewise.nn.rotary import check_tables, rotate
 from tilewise.totals import check_totals
 
-__all__ = ["Rotary", "Store", "append_and_attend", "latent_of"]
-
 Lengths = int | Tensor
 LENGTHS = "An int for all sequences, or int32 (batch,)."
 Write = Callable[[], None]

@@ -28,8 +28,6 @@ from tilewise.kv.shared import shared_prefix_of
 from tilewise.kv.writing import write_rows
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 
-__all__ = ["DTYPES", "Batch", "Layer", "Role"]
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # What a layer attends to: pages of its own sequence, the step's own keys without a cache, or pages of an encoder.
 Role = Literal["decoder", "encoder", "cross"]

@@ -33,23 +33,6 @@ from tilewise.integrations.translation import (
 )
 from tilewise.subclasses import check_class
 
-__all__ = [
-    "Descale",
-    "Descales",
-    "Flags",
-    "Totals",
-    "Written",
-    "cut",
-    "flags_of",
-    "forward",
-    "gradients_into",
-    "gradients_refused",
-    "lengths_of",
-    "put_in_place",
-    "rescaled",
-    "take_out",
-]
-
 Flags = dict[str, Any]
 # cu_seqlens_q and cu_seqlens_k of packed sequences; None for dense ones.
 Totals = tuple[Tensor, Tensor] | None

@@ -14,24 +14,6 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 from tilewise.subclasses import check_class
 
-__all__ = [
-    "CACHE_NAMES",
-    "FLASH_NAMES",
-    "UNBOUNDED",
-    "Window",
-    "check_integers",
-    "flag_of",
-    "length",
-    "number_of",
-    "places",
-    "require_tensors",
-    "softcap_of",
-    "stacked",
-    "top_left",
-    "window_of",
-    "worded",
-]
-
 Window = tuple[int | None, int | None]
 UNBOUNDED = (-1, -1)
 Arguments = ParamSpec("Arguments")

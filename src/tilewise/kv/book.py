@@ -21,8 +21,6 @@ from tilewise.kv.pages import PageAllocator
 from tilewise.kv.prefix import ID_BYTES, Ids, Key, PrefixIndex, depth_of, hash_page, known_ids, page_of
 from tilewise.kv.rows import ALL, Batch, Changes, Ints, Request, Rows, consecutive
 
-__all__ = ["CacheStats", "PageBook", "Step", "sizes_of", "within"]
-
 Tokens = Sequence[int]
 
 # Minimum number of pages that a step enters into the index, and the factor over the average number of pages its

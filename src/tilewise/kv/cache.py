@@ -106,13 +106,8 @@ class PagedKVCache:
             num_pages, page_size, max_seqlen=max_seqlen, max_requests=max_requests, prefix_sharing=prefix_sharing
         )
         shape = (num_layers, self.book.pages.num_pages, self.book.page_size, num_kv_heads)
-<<<<<<< HEAD
-        self.latent = bool(latent)
-        # Scales of 8-bit pages, see new_scales: of K and of V, or of latents.
-=======
         self.latent = latent
-        # Scales of e4m3 pages, one for each (layer, page, head): of K and of V, or of latents.
->>>>>>> wide
+        # Scales of 8-bit pages, see new_scales: of K and of V, or of latents.
         self._scales: tuple[Tensor, ...] = ()
         # Inference tensors could only be written in inference mode.
         with torch.inference_mode(False):

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from tilewise.kv.book import Step
 from tilewise.kv.rows import Ints
 
-__all__ = ["PrefixGroup", "PrefixGroups", "Table", "find_groups"]
-
 Table = NDArray[np.int32]
 
 # Requests that leave a stem one at a time make one fork each. The limit bounds the recursion.

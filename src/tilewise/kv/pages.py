@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from tilewise.errors import OutOfPages
 
-__all__ = ["PageAllocator"]
-
 
 class PageAllocator:
     """Hands out the pages 0 .. num_pages - 1; `evicted(pages)` is called before idle pages are reused.

@@ -18,8 +18,6 @@ from typing import Any
 
 from tilewise.errors import InvalidProblem
 
-__all__ = ["Entry", "Ids", "Key", "PrefixIndex", "depth_of", "hash_page", "known_ids", "page_of"]
-
 # Token ids, 64 bits each. Not a list, because the garbage collector walks through lists in the middle of a step.
 Ids = array
 ID_BYTES = 8

@@ -31,8 +31,6 @@ from tilewise.kv.quantised import append_quantised
 from tilewise.kv.rotated_arguments import DTYPES, Step, check_arguments, check_memory, check_pages, is_dense
 from tilewise.kv.writing import write_rows
 
-__all__ = ["append_rotated", "rotary_table"]
-
 # Rows that a CPU rotates at a time.
 ROWS = 64
 

@@ -17,8 +17,6 @@ from tilewise.problem import MAX_HEAD_DIM
 from tilewise.subclasses import check_class
 from tilewise.validation.results import Disjoint, check_strides, extent
 
-__all__ = ["DTYPES", "Step", "check_arguments", "check_memory", "check_pages", "is_dense"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 OPTIONAL = ("out", "q_weight", "k_weight", "k_scale", "v_scale")

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from tilewise.errors import InvalidProblem
 from tilewise.kv.prefix import Entry, Ids
 
-__all__ = ["ALL", "Batch", "Changes", "Ints", "Request", "Rows", "consecutive"]
-
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", bound=np.generic)
 

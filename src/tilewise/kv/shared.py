@@ -9,8 +9,6 @@ from tilewise.kv.groups import Table, find_groups
 from tilewise.kv.rows import Ints
 from tilewise.kv.tables import host_prefix, prefix_parts, round_columns
 
-__all__ = ["shared_prefix_of"]
-
 
 def shared_prefix_of(table: Table, before: Ints, counts: Ints, page_size: int) -> SharedPrefix | None:
     """The sequences that start with the same pages, or None if there are none.

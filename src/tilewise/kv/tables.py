@@ -25,8 +25,6 @@ from tilewise.kv.book import PageBook, Step
 from tilewise.kv.groups import PrefixGroup, Table
 from tilewise.kv.rows import Changes, Ints, consecutive
 
-__all__ = ["BatchTables", "HostTables", "StagedTables", "Tables", "host_prefix", "prefix_parts", "round_columns"]
-
 # Minimum number of columns. A batch with a shared prefix starts with one own page: without this minimum, every new page
 # would change the table's shape, and its gather indices would be sent again.
 MIN_COLUMNS = 8

@@ -11,8 +11,6 @@ from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.nn.rotary import check_rotary, rotary_table, rotate
 from tilewise.validation import check_flag
 
-__all__ = ["CausalSelfAttention", "KVCache"]
-
 
 class KVCache:
     """Keys and values of the tokens seen so far, (batch, capacity, num_kv_heads, head_dim), of which `length` are

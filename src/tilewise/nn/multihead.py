@@ -13,8 +13,6 @@ from tilewise.api import attention
 from tilewise.errors import InvalidProblem
 from tilewise.validation import check_class
 
-__all__ = ["MultiheadAttention", "multi_head_attention_forward"]
-
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """Drop-in for `torch.nn.MultiheadAttention`; checkpoints load both ways.

@@ -9,8 +9,6 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 from tilewise.subclasses import check_class
 
-__all__ = ["check_rotary", "check_tables", "rotary_table", "rotate"]
-
 
 def rotary_table(
     seqlen: int, rotary_dim: int, *, start: int = 0, base: float = 10000.0, device: torch.device | str | None = None

@@ -20,8 +20,6 @@ from tilewise.plan import cost
 from tilewise.problem import AttentionProblem
 from tilewise.units import format_bytes
 
-__all__ = ["TileAdvice", "TileOption", "advise"]
-
 # The shapes that kernels use, largest first. Fewer rows cost traffic, so rows are the first criterion.
 CANDIDATES = tuple(
     itertools.starmap(TileGrid, ((128, 128), (128, 64), (64, 64), (64, 32), (32, 32), (32, 16), (16, 16)))

@@ -18,25 +18,6 @@ from typing import NamedTuple
 
 from tilewise.masks import Band, TileGrid
 
-__all__ = [
-    "Stream",
-    "Traffic",
-    "backward_flops",
-    "fa1_forward",
-    "fast_memory_bytes",
-    "forward_flops",
-    "naive_backward",
-    "naive_backward_flops",
-    "naive_forward",
-    "naive_matmul",
-    "scores_computed",
-    "split_forward",
-    "streams",
-    "tiled_backward",
-    "tiled_forward",
-    "tiled_matmul",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Traffic:

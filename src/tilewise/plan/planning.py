@@ -29,8 +29,6 @@ from tilewise.tile_masks import TileMask
 from tilewise.tiles import EMPTY, FULL, TILE
 from tilewise.totals import lengths_of
 
-__all__ = ["Higher", "ListedTiles", "Plan", "Where", "explain", "plan_of"]
-
 # A device of this machine, the name of any known one, or its spec.
 Where = str | torch.device | DeviceSpec | None
 

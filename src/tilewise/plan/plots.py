@@ -16,8 +16,6 @@ from tilewise.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from tilewise.plan.planning import Plan
 
-__all__ = ["LengthTraffic", "draw_plan", "traffic_by_length"]
-
 NAIVE, TILED = figures.OTHERS[0], figures.OURS[0]
 SHORTEST, OCTAVES_BEYOND = 256, 3
 # The fields of `LengthTraffic` that are drawn.

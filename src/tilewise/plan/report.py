@@ -12,8 +12,6 @@ from tilewise.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from tilewise.plan.planning import Plan
 
-__all__ = ["render"]
-
 WIDTH = 80
 LABEL = 12
 

@@ -21,8 +21,6 @@ from tilewise.plan import cost
 from tilewise.plan.cost import Traffic
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Memory", "Work", "memory_of", "naive_work", "tiled_work"]
-
 # The score matrices of each sequence and how many sequences have that one.
 Bands = Counter[Band]
 

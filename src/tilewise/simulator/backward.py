@@ -7,8 +7,6 @@ from tilewise.simulator.events import ArraySpec, Span, Workload
 from tilewise.simulator.forward import attention_arrays
 from tilewise.simulator.tape import Tape, key_blocks, length_of, row_blocks
 
-__all__ = ["KEPT", "NAIVE_KEPT", "backward", "backward_arrays", "naive_backward", "naive_backward_arrays"]
-
 # What the forward leaves for the backward.
 KEPT = ("q", "k", "v", "out", "lse")
 NAIVE_KEPT = ("q", "k", "v", "p")

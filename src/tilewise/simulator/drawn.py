@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from tilewise.masks import TileGrid, TileKind
 
-__all__ = ["Drawn"]
-
 
 class Drawn(NamedTuple):
     """`rows` has one text a query: "1" for a key that it sees, "0" for one that is hidden."""

@@ -93,21 +93,6 @@ from tilewise.errors import InvalidProblem
 from tilewise.masks import Band, TileGrid
 from tilewise.simulator.drawn import Drawn
 
-__all__ = [
-    "Algorithm",
-    "ArraySpec",
-    "Compute",
-    "Event",
-    "Free",
-    "Load",
-    "Rescale",
-    "Skip",
-    "Span",
-    "Store",
-    "Trace",
-    "Workload",
-]
-
 Algorithm = Literal[
     "naive", "fa1", "fa2", "naive_backward", "backward", "decode", "paged", "matmul_naive", "matmul"
 ]  # fmt: skip

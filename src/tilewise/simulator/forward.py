@@ -8,8 +8,6 @@ from tilewise.masks import TileGrid, TileKind
 from tilewise.simulator.events import ArraySpec, Span, Workload
 from tilewise.simulator.tape import Tape, key_blocks, length_of, row_blocks
 
-__all__ = ["attention_arrays", "decode", "decode_arrays", "fa1", "fa1_arrays", "fa2", "naive", "naive_arrays"]
-
 
 def attention_arrays(work: Workload) -> dict[str, ArraySpec]:
     """q, k, v in; out and lse out."""

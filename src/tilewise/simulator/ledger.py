@@ -12,8 +12,6 @@ from tilewise.plan.cost import Traffic
 from tilewise.simulator.events import Compute, Event, Free, Load, Skip, Store, Trace
 from tilewise.units import format_bytes
 
-__all__ = ["Counts", "count", "counts_after_each", "require_capacity"]
-
 
 @dataclass(frozen=True, slots=True)
 class Counts:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     Matrix = NDArray[np.float64]
 
-__all__ = ["Machine", "replay"]
-
 
 def replay(trace: Trace, inputs: Mapping[str, NDArray[Any]]) -> dict[str, Matrix]:
     """Executes a trace's events in order on its inputs and returns the arrays of slow memory that are not inputs.

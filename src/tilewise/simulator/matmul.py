@@ -7,8 +7,6 @@ import itertools
 from tilewise.simulator.events import ArraySpec, Workload
 from tilewise.simulator.tape import Tape, blocks, key_blocks, length_of, row_blocks
 
-__all__ = ["matmul", "matmul_arrays", "matmul_naive"]
-
 
 def matmul_arrays(work: Workload) -> dict[str, ArraySpec]:
     """The product c (seqlen_q, seqlen_k) = a (seqlen_q, head_dim) b (head_dim, seqlen_k)."""

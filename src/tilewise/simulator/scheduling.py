@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Simulation", "schedule", "simulate"]
-
 # About twelve events a tile: beyond this a trace takes gigabytes, and the closed forms of `plan.cost` say the same.
 MOST_TILES = 100_000
 

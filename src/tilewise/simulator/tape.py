@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from tilewise.simulator.events import ArraySpec, Compute, Event, Free, Load, Rescale, Skip, Span, Store, Workload
 
-__all__ = ["Tape", "blocks", "key_blocks", "length_of", "row_blocks", "span"]
-
 
 class _Size(NamedTuple):
     elements: int

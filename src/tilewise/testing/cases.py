@@ -11,8 +11,6 @@ import torch
 
 from tilewise.problem import Kind, Layout
 
-__all__ = ["GRADIENTS", "Case"]
-
 Strides = Literal["contiguous", "transposed", "sliced", "expanded", "strided_last"]
 Values = Literal["normal", "large", "tiny"]
 # Which operands are e4m3: none, k and v alone, or q, k and v with scales of that granularity; or pages in int8.

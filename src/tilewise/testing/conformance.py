@@ -18,20 +18,6 @@ from tilewise.testing.results import Results, differentiate
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import judge
 
-__all__ = [
-    "Nonconformance",
-    "check",
-    "check_largest",
-    "check_repeatable",
-    "check_unread",
-    "check_untouched",
-    "check_written",
-    "find_faults",
-    "run",
-    "same_bits",
-]
-
-
 # A number that no case computes.
 NOT_WRITTEN = -12345.0
 

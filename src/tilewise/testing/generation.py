@@ -11,8 +11,6 @@ import torch
 
 from tilewise.testing.cases import Case
 
-__all__ = ["FEATURES", "Feature", "pair_cases", "single_cases", "size_cases"]
-
 SEQLENS = (1, 3, 63, 65, 111, 257)
 HEAD_DIMS = (1, 8, 40, 64, 80, 96, 128, 160, 192, 256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

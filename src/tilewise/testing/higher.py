@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import zlib
 
 import torch
@@ -18,15 +17,13 @@ from tilewise.testing.cases import GRADIENTS, Case
 from tilewise.testing.conformance import Nonconformance, same_bits
 from tilewise.testing.implementations import BackendImplementation, call_api
 from tilewise.testing.inputs import Inputs, case_values, make_inputs
-from tilewise.testing.oracle import Expectation, reduced, sequence_cotangents
-from tilewise.testing.plain import SequenceView, dropout_factor, masked_scores, plain_attention, sequence_views
+from tilewise.testing.oracle import Expectation, reduced, scale_of, sequence_cotangents, weights_of
+from tilewise.testing.plain import SequenceView, plain_attention, sequence_views
 from tilewise.testing.poison import uninitialised_is_nan
 from tilewise.testing.results import Attend, Results, dropout_seed
 from tilewise.testing.special import special_cases
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import judge, slack_of
-
-__all__ = ["check_higher", "check_higher_repeatable", "higher_cases", "make_tangents"]
 
 TANGENTS = {"out": "out'", "lse": "lse'"}
 # Special cases that say nothing new about these passes, or take minutes: long sums, single gradients, decoding.
@@ -155,22 +152,14 @@ def _terms(case: Case, inputs: Inputs, tangents: dict[str, Tensor], view: Sequen
     along = _along(case, inputs, tangents, view)
     q, k, v, dot_q, dot_k, dot_v = (t.abs() for t in (view.q, view.k, view.v, along.q, along.k, along.v))
     dout, dlse = (t.abs() for t in sequence_cotangents(case, inputs, view))
-    s = masked_scores(case, inputs, view)
-    scale = abs(1.0 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
-    sizes = torch.where(s == -math.inf, 0.0, scale * (q @ k.transpose(1, 2)) + s.abs())
-    sinks = s.new_full((case.num_heads,), -math.inf) if inputs.sinks is None else inputs.sinks
-    lse = torch.logsumexp(torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], -1), -1)
-    shift = torch.where(lse == -math.inf, 0.0, lse)[..., None]
-    exact = torch.exp(s - shift)
-    p = exact * (1.0 + sizes)
-    keep = dropout_factor(case, view, dropout_seed(case)) if case.dropout > 0.0 else 1.0
+    exact, p, sink_p, _, keep = weights_of(case, inputs, view)
+    scale = scale_of(case)
     raw = scale * (dot_q @ k.transpose(1, 2) + q @ dot_k.transpose(1, 2))
     dot_s = raw
     if "bias" in tangents and inputs.bias is not None:
         shape = (case.batch, case.num_heads, case.seqlen_q, case.seqlen_k)
-        dot_s = dot_s + tangents["bias"].expand(shape)[view.sequence, :, : s.shape[1], : s.shape[2]].abs()
-    dot_sinks = tangents["sinks"].abs()[:, None] if "sinks" in tangents else s.new_zeros(case.num_heads, 1)
-    sink_p = torch.exp(sinks[:, None] - shift.squeeze(-1))
+        dot_s = dot_s + tangents["bias"].expand(shape)[view.sequence, :, : p.shape[1], : p.shape[2]].abs()
+    dot_sinks = tangents["sinks"].abs()[:, None] if "sinks" in tangents else p.new_zeros(case.num_heads, 1)
     m = ((p * dot_s).sum(-1) + sink_p * dot_sinks)[..., None]
     centred = p * (dot_s + m)
     x, y = keep * (dout @ v.transpose(1, 2)), keep * (dout @ dot_v.transpose(1, 2))

@@ -21,8 +21,6 @@ from tilewise.testing.quantised import attended
 from tilewise.testing.results import Results, differentiate, dropout_seed
 from tilewise.tile_masks import TileMask
 
-__all__ = ["BackendImplementation", "Implementation", "call_api", "installed", "mask_of"]
-
 
 class Implementation(Protocol):
     """Anything that computes attention: says which cases it takes, then computes them with gradients."""

@@ -15,8 +15,6 @@ from tilewise.testing.cases import Case
 from tilewise.testing.threads import one_thread
 from tilewise.tiles import TILE
 
-__all__ = ["Inputs", "case_values", "make_inputs"]
-
 # Standard deviation of q and k: "large" makes most rows of softmax one-hot, "tiny" makes them uniform.
 SPREAD = {"normal": 1.0, "large": 12.0, "tiny": 1e-4}
 MASK_KEEPS = 0.7

@@ -11,8 +11,6 @@ from torch import Tensor
 from tilewise import api
 from tilewise.testing.conformance import same_bits
 
-__all__ = ["Sequences", "check_invariant"]
-
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 64
 # Query rows of a sequence in calls that are not decoding.
 MOST_QUERIES = 96

@@ -19,17 +19,6 @@ from tilewise.testing.results import Results, differentiate, dropout_seed
 from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import Slack, slack_of
 
-__all__ = [
-    "Expectation",
-    "expect",
-    "largest_scores",
-    "plain_results",
-    "reduced",
-    "reference_results",
-    "sequence_cotangents",
-    "summed_terms",
-]
-
 
 class Expectation(NamedTuple):
     """The reference (fp64, on the CPU), the tolerance of each result, and the dtype it must have."""
@@ -88,30 +77,48 @@ def summed_terms(case: Case, inputs: Inputs) -> Results:
     return {name: torch.cat([p[name].flatten() for p in parts] or [torch.zeros(0)]) for name in every}
 
 
+class Weights(NamedTuple):
+    """The probabilities of a sequence, also as large as the rounding of their scores can make them; the shares of the
+    sinks; the sum of the absolute terms of each score; and the factor of dropout.
+    """
+
+    exact: Tensor
+    p: Tensor
+    sinks: Tensor
+    sizes: Tensor
+    keep: Tensor | float
+
+
+def weights_of(case: Case, inputs: Inputs, view: SequenceView) -> Weights:
+    """A score is off by eps times its own terms, and a probability by that much relatively."""
+    s = masked_scores(case, inputs, view)
+    terms = scale_of(case) * (view.q.abs() @ view.k.abs().transpose(1, 2)) + s.abs()
+    sizes = torch.where(s == -math.inf, 0.0, terms)
+    sinks = s.new_full((case.num_heads,), -math.inf) if inputs.sinks is None else inputs.sinks
+    lse = torch.logsumexp(torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], -1), -1)
+    shift = torch.where(lse == -math.inf, 0.0, lse)
+    exact = torch.exp(s - shift[..., None])
+    keep = dropout_factor(case, view, dropout_seed(case)) if case.dropout > 0.0 else 1.0
+    return Weights(exact, exact * (1.0 + sizes), torch.exp(sinks[:, None] - shift), sizes, keep)
+
+
+def scale_of(case: Case) -> float:
+    """The size of the factor of the scores."""
+    return abs(1.0 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
+
+
 def _terms_of(case: Case, inputs: Inputs, view: SequenceView) -> Results:
     q, k, v = (t.abs() for t in (view.q, view.k, view.v))
     dout, dlse = (t.abs() for t in sequence_cotangents(case, inputs, view))
-    s = masked_scores(case, inputs, view)
-    scale = abs(1.0 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
-    sizes = torch.where(s == -math.inf, 0.0, scale * (q @ k.transpose(1, 2)) + s.abs())
-    sinks = s.new_full((case.num_heads,), -math.inf) if inputs.sinks is None else inputs.sinks
-    lse = torch.logsumexp(torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], -1), -1)
-    shift = torch.where(lse == -math.inf, 0.0, lse)[..., None]
-    # A score is off by eps times its own terms, and a probability by that much relatively.
-    exact = torch.exp(s - shift)
-    keep = dropout_factor(case, view, dropout_seed(case)) if case.dropout > 0.0 else 1.0
-    out = (exact * keep) @ view.v
-    p = exact * (1.0 + sizes)
-    kept = p * keep
+    exact, p, sink_p, sizes, keep = weights_of(case, inputs, view)
+    out, kept, scale = (exact * keep) @ view.v, p * keep, scale_of(case)
     dp = dout @ v.transpose(1, 2)
     # delta = rowsum(dout * out) uses the saved out, which is rounded to its dtype in every element.
     rounding = torch.finfo(case.dtype).eps / torch.finfo(case.accumulate_dtype).eps
     saved = rounding * torch.linalg.vector_norm(dout * out, dim=-1, keepdim=True)
     pull = (kept * dp).sum(-1, keepdim=True) + dlse[..., None]
     ds = kept * dp + p * pull + exact * saved
-    sink_p = torch.exp(sinks[:, None] - shift.squeeze(-1))
-    group = case.num_heads // case.num_kv_heads
-    per_kv_head = (case.num_kv_heads, group)
+    per_kv_head = (case.num_kv_heads, case.num_heads // case.num_kv_heads)
     return {
         "out": kept @ v,
         "lse": sizes.amax(-1, keepdim=True) if sizes.shape[-1] else sizes.new_zeros(1),
@@ -129,7 +136,7 @@ def largest_scores(case: Case) -> tuple[Tensor, Tensor]:
     case = case.unquantised()
     largest = torch.full((case.num_heads,), -math.inf, dtype=torch.float64)
     sizes = torch.zeros(case.num_heads, dtype=torch.float64)
-    scale = abs(1.0 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
+    scale = scale_of(case)
     for view in sequence_views(case, inputs):
         s = masked_scores(case, inputs, view)
         if s.numel():

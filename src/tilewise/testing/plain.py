@@ -18,8 +18,6 @@ from tilewise.numerics import dropout_keep
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs
 
-__all__ = ["SequenceView", "dropout_factor", "masked_scores", "plain_attention", "sequence_views"]
-
 
 class SequenceView(NamedTuple):
     """One sequence, heads first: q (num_heads, seqlen_q, d), k and v with as many heads; `rows` of a packed q."""

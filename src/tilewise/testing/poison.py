@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["uninitialised_is_nan"]
-
 FUNCTIONS = ("empty", "empty_like", "empty_strided")
 METHODS = ("new_empty", "new_empty_strided")
 # The allocators of inductor's code and of the GPU backends.

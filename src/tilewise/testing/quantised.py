@@ -12,8 +12,6 @@ from tilewise import fp8
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs
 
-__all__ = ["attended", "dequantised"]
-
 
 def attended(case: Case, inputs: Inputs) -> tuple[Any, Any, Any]:
     """q, k and v as the call takes them: containers where the case says so."""

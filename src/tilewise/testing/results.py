@@ -11,8 +11,6 @@ from torch import Tensor
 from tilewise.testing.cases import GRADIENTS, Case
 from tilewise.testing.inputs import Inputs
 
-__all__ = ["Attend", "Results", "differentiate", "dropout_seed"]
-
 # "out", "lse" and the gradients asked for, by name, in the shapes of the public API.
 Results = dict[str, Tensor]
 Attend = Callable[[Inputs], tuple[Tensor, Tensor]]

@@ -8,17 +8,6 @@ import torch
 
 from tilewise.testing.cases import Case, Values
 
-__all__ = [
-    "fp8_cases",
-    "largest_cases",
-    "latent_cases",
-    "padded_cases",
-    "repeatable_cases",
-    "special_cases",
-    "written_cases",
-]
-
-
 # Many tiles for every plausible tile size, so that sums that lose digits at each tile show.
 LONG = 2049
 _EXTREMES: tuple[Values, ...] = ("large", "tiny")

@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Measure", "Slack", "judge", "measure", "slack_of", "ulp"]
-
 PT_FACTOR = 2.0
 MAX_ULPS, RMS_ULPS = 4.0, 0.5
 MAX_EPS, RMS_EPS = 2.0, 1.0
@@ -57,13 +55,7 @@ def ulp(magnitude: float, dtype: torch.dtype) -> float:
 
 
 def slack_of(
-    ref: Tensor,
-    pt: Tensor,
-    terms: Tensor,
-    dtype: torch.dtype,
-    accumulate_dtype: torch.dtype,
-    *,
-    coarse: bool = False,
+    ref: Tensor, pt: Tensor, terms: Tensor, dtype: torch.dtype, accumulate_dtype: torch.dtype, *, coarse: bool = False
 ) -> Slack:
     """The tolerance of one result, see the module's docstring; `coarse` sums are those of FP8 tensor cores."""
     if not torch.equal(torch.isfinite(ref), torch.isfinite(pt)):

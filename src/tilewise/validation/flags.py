@@ -15,8 +15,6 @@ from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Options
 from tilewise.subclasses import check_class
 
-__all__ = ["any_needs_grad", "autocast", "check_flag", "normalise", "require_tensors", "seed_tensor"]
-
 MAX_FLOAT = sys.float_info.max
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from tilewise.errors import UnexpectedArgument
 
-__all__ = ["unexpected"]
-
 # Foreign names and their equivalent here. A name maps to itself where some call takes it.
 MEANT = {
     # torch.nn.functional.scaled_dot_product_attention, torch.nn.MultiheadAttention, FlexAttention

@@ -11,9 +11,6 @@ from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.operands import Operands
 
-__all__ = ["split_scales", "unwrapped"]
-
-
 # Padding up to the scales.
 _NONES = (None,) * Operands._fields.index("q_scale")
 # q, k and v as tensors.

@@ -10,8 +10,6 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Operands
 
-__all__ = ["Disjoint", "check_out", "check_result", "extent"]
-
 
 def check_out(out: Tensor, *, needs_grad: bool) -> None:
     """What needs no address, so that compilers can trace it. `needs_grad`: autograd would record the call."""

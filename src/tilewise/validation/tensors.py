@@ -18,8 +18,6 @@ from tilewise.operands import Flags, Operands
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V, MAX_SEQLEN, AttentionProblem, Kind, Layout
 from tilewise.tiles import num_tiles
 
-__all__ = ["FLOATS", "TensorSpec", "describe", "public_names"]
-
 # A seed followed by the batch entry, head, row and key at which dropout starts counting.
 SEED_WITH_ORIGIN = 5
 E4M3 = torch.float8_e4m3fn

@@ -11,8 +11,6 @@ from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
 from tilewise.totals import check_totals, longest_of
 
-__all__ = ["check_values", "longest_sequences"]
-
 
 def longest_sequences(operands: Operands, flags: Flags) -> Flags:
     """Fill in the longest lengths that the caller left open, and check those that were given."""

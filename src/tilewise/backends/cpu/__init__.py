@@ -26,6 +26,8 @@ class CpuBackend:
     """Vector kernels that run on torch's own threads."""
 
     name = "cpu"
+    ignores_batch = "keys are split after fixed numbers of them, whatever the batch and the threads"
+    finds_largest = "the maximum that a row's softmax subtracts, written for every row"
 
     def unavailable(self) -> str | None:
         """None if the compiler is installed."""
@@ -66,16 +68,6 @@ class CpuBackend:
         """How tile masks are read, for reports."""
         del problem
         return "panels of queries visit the tiles of keys that the mask lists; full tiles are not masked"
-
-    def ignores_batch(self, problem: AttentionProblem) -> str:
-        """How results stay independent of the batch, for reports."""
-        del problem
-        return "keys are split after fixed numbers of them, whatever the batch and the threads"
-
-    def finds_largest(self, problem: AttentionProblem) -> str:
-        """How the largest scores are found, for reports."""
-        del problem
-        return "the maximum that a row's softmax subtracts, written for every row"
 
     def fp8_path(self, problem: AttentionProblem) -> str:
         """How 8-bit operands are read, for reports."""

@@ -8,21 +8,14 @@ dQ += dS K.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.emit import FP32
 from tilewise.backends.cpu.features import multiply_panel
-from tilewise.backends.cpu.intrinsics import (
-    atomic_add,
-    field,
-    fma,
-    load_f32,
-    load_i64,
-    scalar_bits,
-    store_f32,
-    store_i64,
-)
+from tilewise.backends.cpu.intrinsics import field, fma, load_f32, load_i64, scalar_bits, store_f32, store_i64
 from tilewise.backends.cpu.merging import MINUS_INF
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax_gradient, weigh_values
 from tilewise.backends.cpu.packing import (
@@ -36,10 +29,10 @@ from tilewise.backends.cpu.packing import (
     untranspose_panel,
 )
 from tilewise.backends.cpu.scoring import (
+    bounds_of,
     change_scores,
+    clip_panel,
     drop_panel,
-    end_seen,
-    first_seen,
     is_cut,
     is_listed,
     k_length,
@@ -49,7 +42,7 @@ from tilewise.backends.cpu.scoring import (
     q_length,
     q_start,
 )
-from tilewise.backends.cpu.stopping import leave, stops, stops_at
+from tilewise.backends.cpu.stopping import stops, stops_at, taking_items
 
 INFINITY = float("inf")
 SCORE_BYTES = 4 * sz.BLOCK_N * sz.PANEL
@@ -99,18 +92,15 @@ def pack_block(p: int, ws: int, batch: int, head: int, first_row: int, count: in
     out, scale = row_address(p, f.OUT, batch, head, row), scalar_bits(field(p, f.Q_SCALE))
     q_panels, q_columns = ws + field(p, f.WS_Q), ws + field(p, f.WS_Q_ROWS)
     dout_panels, dout_columns = ws + field(p, f.WS_DOUT), ws + field(p, f.WS_DOUT_ROWS)
-    dim, dim_v, width, width_v = (
-        field(p, f.HEAD_DIM),
-        field(p, f.HEAD_DIM_V),
-        field(p, f.DIM_WIDE),
-        field(p, f.DIM_V_WIDE),
-    )
+    dim, dim_v, width = field(p, f.HEAD_DIM), field(p, f.HEAD_DIM_V), field(p, f.DIM_WIDE)
     statistics = batch * field(p, f.LSE_BATCH) + head * field(p, f.LSE_HEAD) + 4 * row
     for panel in range((count + sz.PANEL - 1) // sz.PANEL):
         first, rows = panel * sz.PANEL, min(sz.PANEL, count - panel * sz.PANEL)
         q_source, dout_source = q + first * field(p, f.Q_ROW), dout + first * field(p, f.DOUT_ROW)
         pack_panel(p, ws, f.Q, q_source, rows, dim, width, panel, q_panels, q_columns, scale)
-        pack_panel(p, ws, f.DOUT, dout_source, rows, dim_v, width_v, panel, dout_panels, dout_columns, 1.0)
+        pack_panel(
+            p, ws, f.DOUT, dout_source, rows, dim_v, field(p, f.DIM_V_WIDE), panel, dout_panels, dout_columns, 1.0
+        )
         pack_statistics(p, ws, out + first * field(p, f.OUT_ROW), statistics + 4 * first, rows, panel)
 
 
@@ -145,45 +135,23 @@ def pack_statistics(p: int, ws: int, out: int, at: int, num_rows: int, panel: in
 
 @driver
 def panel_gradient(
-    p: int,
-    ws: int,
-    batch: int,
-    head: int,
-    row: int,
-    panel: int,
-    num_rows: int,
-    k0: int,
-    begin: int,
-    end: int,
-    k: int,
-    v: int,
+    p: int, ws: int, batch: int, head: int, row: int, panel: int, num_rows: int, k0: int, k: int, v: int
 ) -> None:
-    """P and dS of one panel against keys [begin, end) of the tile at k0, whose rows are k and v from `begin` on. They
-    are left in the score buffers at `begin`.
+    """P and dS of one panel against the keys it sees of the tile at k0, whose rows are k and v. They are left in the
+    score buffers at TILE_BEGIN.
     """
-    size, first_key = end - begin, k0 + begin
-    width, width_v = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE)
-    s = ws + field(p, f.WS_SCORES) + panel * SCORE_BYTES + 4 * begin * sz.PANEL
-    ds = ws + field(p, f.WS_DSCORES) + panel * SCORE_BYTES + 4 * begin * sz.PANEL
-    table, bounds = (
-        ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES,
-        ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES,
-    )
-    q, dout = (
-        ws + field(p, f.WS_Q) + 4 * panel * sz.PANEL * width,
-        ws + field(p, f.WS_DOUT) + 4 * panel * sz.PANEL * width_v,
-    )
+    table, bounds = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES, bounds_of(p, ws, panel)
+    width, width_v, scratch = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), ws + field(p, f.WS_MAX)
+    begin = load_i64(bounds + f.TILE_BEGIN)
+    size, first_key, at = load_i64(bounds + f.TILE_END) - begin, k0 + begin, panel * SCORE_BYTES + 4 * begin * sz.PANEL
+    s, ds, rows = ws + field(p, f.WS_SCORES) + at, ws + field(p, f.WS_DSCORES) + at, 4 * panel * sz.PANEL
+    q, dout = ws + field(p, f.WS_Q) + rows * width, ws + field(p, f.WS_DOUT) + rows * width_v
+    k += 4 * begin * width
+    v += 4 * begin * width_v
     for j in range(0, size, sz.SCORE_KEYS):
-        scores(k + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), q, s + 4 * j * sz.PANEL, ws + field(p, f.WS_MAX))
+        scores(k + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), q, s + 4 * j * sz.PANEL, scratch)
     for j in range(0, size, sz.SCORE_KEYS):
-        scores(
-            v + 4 * j * width_v,
-            4 * width_v,
-            field(p, f.DIM_V_PADDED),
-            dout,
-            ds + 4 * j * sz.PANEL,
-            ws + field(p, f.WS_MAX),
-        )
+        scores(v + 4 * j * width_v, 4 * width_v, field(p, f.DIM_V_PADDED), dout, ds + 4 * j * sz.PANEL, scratch)
     features, vectors = field(p, f.FEATURES), sz.PANEL // sz.LANES
     edge = first_key < load_i64(bounds + f.MAX_FIRST) or first_key + size - 1 > load_i64(bounds + f.MIN_LAST)
     cut = is_cut(p, batch, head, row, first_key, size)
@@ -194,16 +162,8 @@ def panel_gradient(
         mask_tiles(p, s, batch, head, row, first_key, size, vectors)
     if features & f.HAS_DROPOUT:
         drop_panel(p, ds, size, first_key, table, batch, vectors)
-    rows = 4 * panel * sz.PANEL
-    softmax_gradient(
-        s,
-        ds,
-        size,
-        ws + field(p, f.WS_LSE) + rows,
-        ws + field(p, f.WS_LSE_LOW) + rows,
-        ws + field(p, f.WS_DELTA) + rows,
-        scalar_bits(field(p, f.TO_LOG2)),
-    )
+    lse, low, delta = ws + field(p, f.WS_LSE), ws + field(p, f.WS_LSE_LOW), ws + field(p, f.WS_DELTA)
+    softmax_gradient(s, ds, size, lse + rows, low + rows, delta + rows, scalar_bits(field(p, f.TO_LOG2)))
     if features & f.HAS_DROPOUT:
         drop_panel(p, s, size, first_key, table, batch, vectors)
     if field(p, f.WORK) & f.MAKES_DBIAS:
@@ -228,7 +188,7 @@ def add_bias_gradient(p: int, ws: int, batch: int, panel: int, num_rows: int, fi
 @driver
 def sees_keys(p: int, ws: int, panel: int, j: int) -> int:
     """Whether a panel has scores for the keys at j of the present tile."""
-    bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+    bounds = bounds_of(p, ws, panel)
     return load_i64(bounds + f.TILE_BEGIN) <= j < load_i64(bounds + f.TILE_END)
 
 
@@ -254,9 +214,10 @@ def accumulate_tile(p: int, ws: int, panels: int, size: int, weights: int, x: in
 
 
 @driver
-def accumulate_dq(p: int, ws: int, weights: int, columns: int, panel: int, num_rows: int, begin: int, end: int) -> None:
+def accumulate_dq(p: int, ws: int, weights: int, columns: int, panel: int, num_rows: int) -> None:
     """dq[num_rows] += dS K for one panel and the keys it sees; `weights` are the panels of dS, `columns` hold K."""
-    width, ones = field(p, f.DIM_WIDE), ws + field(p, f.WS_ONES)
+    width, ones, bounds = field(p, f.DIM_WIDE), ws + field(p, f.WS_ONES), bounds_of(p, ws, panel)
+    begin, end = load_i64(bounds + f.TILE_BEGIN), load_i64(bounds + f.TILE_END)
     ds = weights + panel * SCORE_BYTES + 4 * begin * sz.PANEL
     k = columns + 4 * begin * sz.VALUE_STEP
     dq = ws + field(p, f.WS_DQ) + 4 * panel * sz.PANEL * width
@@ -264,6 +225,13 @@ def accumulate_dq(p: int, ws: int, weights: int, columns: int, panel: int, num_r
         for d in range(0, width, sz.VALUE_STEP):
             place = dq + 4 * (i * width + d)
             weigh_values(ds + 4 * i, k + 4 * d * sz.BLOCK_N, 4 * sz.VALUE_STEP, end - begin, place, 4 * width, ones)
+
+
+@driver
+def key_columns(rows: int, width: int, size: int, columns: int) -> None:
+    """Rows of K, or of its tangent, in columns."""
+    padded = (size + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
+    pack_values(rows, 4 * width, padded, FP32, width, columns, 4 * sz.BLOCK_N * sz.VALUE_STEP, width, 1.0)
 
 
 @driver
@@ -275,74 +243,21 @@ def tile_gradient(
     width, width_v, work = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.WORK)
     k = pack_tile(p, f.K, field(p, f.HEAD_DIM), width, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_K))
     v = pack_tile(p, f.V, field(p, f.HEAD_DIM_V), width_v, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
+    s, ds, columns = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_DSCORES), ws + field(p, f.WS_K_COLUMNS)
     if work & f.MAKES_DQ:
-        padded, columns = (size + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP, ws + field(p, f.WS_K_COLUMNS)
-        column_bytes = 4 * sz.BLOCK_N * sz.VALUE_STEP
-        pack_values(k, 4 * width, padded, FP32, width, columns, column_bytes, width, 1.0)
+        key_columns(k, width, size, columns)
     panels = (count + sz.PANEL - 1) // sz.PANEL
     for panel in range(panels):
-        bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
-        low = max(0, load_i64(bounds + f.MIN_FIRST) - k0)
-        high = min(size, load_i64(bounds + f.MAX_LAST) + 1 - k0)
-        row = first_row + panel * sz.PANEL
-        low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-        high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-        begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (max(high, 0) + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
-        if low >= high:
-            begin, end = 0, 0
-        store_i64(bounds + f.TILE_BEGIN, begin)
-        store_i64(bounds + f.TILE_END, end)
-        if begin < end:
-            num_rows = min(sz.PANEL, count - panel * sz.PANEL)
-            seen_k, seen_v = k + 4 * begin * width, v + 4 * begin * width_v
-            panel_gradient(p, ws, batch, head, row, panel, num_rows, k0, begin, end, seen_k, seen_v)
+        if clip_panel(p, ws, batch, head, first_row, panel, k0, size, sz.KEY_STEP):
+            row, num_rows = first_row + panel * sz.PANEL, min(sz.PANEL, count - panel * sz.PANEL)
+            panel_gradient(p, ws, batch, head, row, panel, num_rows, k0, k, v)
             if work & f.MAKES_DQ:
-                weights, columns = ws + field(p, f.WS_DSCORES), ws + field(p, f.WS_K_COLUMNS)
-                accumulate_dq(p, ws, weights, columns, panel, num_rows, begin, end)
+                accumulate_dq(p, ws, ds, columns, panel, num_rows)
     if work & f.MAKES_DKV:
-        s, ds = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_DSCORES)
-        dk, dv = (
-            ws + field(p, f.WS_DK) + 4 * (k0 - key_begin) * width,
-            ws + field(p, f.WS_DV) + 4 * (k0 - key_begin) * width_v,
-        )
+        dk = ws + field(p, f.WS_DK) + 4 * (k0 - key_begin) * width
+        dv = ws + field(p, f.WS_DV) + 4 * (k0 - key_begin) * width_v
         accumulate_tile(p, ws, panels, size, s, ws + field(p, f.WS_DOUT_ROWS), width_v, dv)
         accumulate_tile(p, ws, panels, size, ds, ws + field(p, f.WS_Q_ROWS), width, dk)
-
-
-@driver
-def block_gradient(
-    p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int
-) -> None:
-    """One block of query rows of one head against a range of keys."""
-    width = field(p, f.DIM_WIDE)
-    prepare_rows(p, ws, batch, head, first_row, count, key_begin, key_end)
-    first, last = f.UNBOUNDED, -1
-    for panel in range((count + sz.PANEL - 1) // sz.PANEL):
-        bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
-        first, last = min(first, load_i64(bounds + f.MIN_FIRST)), max(last, load_i64(bounds + f.MAX_LAST))
-    makes_dq = field(p, f.WORK) & f.MAKES_DQ
-    if (first > last and makes_dq == 0) or stops(p):
-        return
-    if makes_dq == 0 and is_listed(p, batch, head, first_row, first_row + count, max(0, first), last + 1) == 0:
-        return
-    store_i64(ws + field(p, f.WS_HEAD_ROW), head)
-    store_i64(ws + field(p, f.WS_HEAD_ROW) + 8, first_row)
-    pack_block(p, ws, batch, head, first_row, count)
-    fill(ws + field(p, f.WS_DQ), (count + sz.PANEL - 1) // sz.PANEL * sz.PANEL * width, 0.0)
-    k0 = max(0, first) // sz.BLOCK_N * sz.BLOCK_N
-    while k0 <= last:
-        if stops_at(p, k0):
-            break
-        size = min(sz.BLOCK_N, last + 1 - k0)
-        if is_listed(p, batch, head, first_row, first_row + count, k0, k0 + size):
-            tile_gradient(p, ws, batch, head, first_row, count, k0, size, key_begin)
-        k0 += sz.BLOCK_N
-    if makes_dq:
-        row = q_start(p, batch) + first_row
-        dq = field(p, f.DQ) + batch * field(p, f.DQ_BATCH) + head * field(p, f.DQ_HEAD) + row * field(p, f.DQ_ROW)
-        for r in range(count):
-            source, target = ws + field(p, f.WS_DQ) + 4 * r * width, dq + r * field(p, f.DQ_ROW)
-            store_row(source, field(p, f.HEAD_DIM), target, field(p, f.DTYPE), scalar_bits(field(p, f.SCALE)))
 
 
 @driver
@@ -355,55 +270,79 @@ def store_key_gradients(p: int, ws: int, batch: int, kv_head: int, key_begin: in
     dtype, scale = field(p, f.KV_GRAD_DTYPE), scalar_bits(field(p, f.SCALE))
     for r in range(key_end - key_begin):
         if field(p, f.DK) != 0:
-            store_row(
-                ws + field(p, f.WS_DK) + 4 * r * width, field(p, f.HEAD_DIM), dk + r * field(p, f.DK_ROW), dtype, scale
-            )
+            source, target = ws + field(p, f.WS_DK) + 4 * r * width, dk + r * field(p, f.DK_ROW)
+            store_row(source, field(p, f.HEAD_DIM), target, dtype, scale)
         if field(p, f.DV) != 0:
-            store_row(
-                ws + field(p, f.WS_DV) + 4 * r * width_v,
-                field(p, f.HEAD_DIM_V),
-                dv + r * field(p, f.DV_ROW),
-                dtype,
-                1.0,
-            )
+            source, target = ws + field(p, f.WS_DV) + 4 * r * width_v, dv + r * field(p, f.DV_ROW)
+            store_row(source, field(p, f.HEAD_DIM_V), target, dtype, 1.0)
 
 
-@driver
-def backward_item(p: int, ws: int, item: int) -> None:
-    """One work item: a schedule entry for one unit of heads."""
-    head = item % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT)
-    place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * f.BACKWARD_ENTRY_BYTES
-    batch, end_batch, first_row, end_row = (
-        load_i64(place),
-        load_i64(place + 8),
-        load_i64(place + 16),
-        load_i64(place + 24),
-    )
-    key_begin, end_key = load_i64(place + 32), load_i64(place + 40)
-    makes_dkv, block_m = field(p, f.WORK) & f.MAKES_DKV, field(p, f.BLOCK_M)
-    if makes_dkv:
-        keys = (min(end_key, k_length(p, batch)) - key_begin + sz.BLOCK_N - 1) // sz.BLOCK_N * sz.BLOCK_N
-        fill(ws + field(p, f.WS_DK), keys * field(p, f.DIM_WIDE), 0.0)
-        fill(ws + field(p, f.WS_DV), keys * field(p, f.DIM_V_WIDE), 0.0)
-    while batch < end_batch:
-        key_end, rows = min(end_key, k_length(p, batch)), min(end_row, q_length(p, batch))
-        for h in range(head, head + field(p, f.HEADS_PER_UNIT)):
-            for row in range(first_row, rows, block_m):
-                block_gradient(p, ws, batch, h, row, min(block_m, rows - row), key_begin, key_end)
+def gradient_program(
+    program: str,
+    pack: Callable[[int, int, int, int, int, int], None],
+    visit: Callable[[int, int, int, int, int, int, int, int, int], None],
+) -> Callable[[int], None]:
+    """The entry point of a program that makes gradients: `pack` prepares a block of rows, `visit` takes it against a
+    tile of keys.
+    """
+
+    @driver
+    def block_gradient(
+        p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int
+    ) -> None:
+        """One block of query rows of one head against a range of keys."""
+        width, panels = field(p, f.DIM_WIDE), (count + sz.PANEL - 1) // sz.PANEL
+        prepare_rows(p, ws, batch, head, first_row, count, key_begin, key_end)
+        first, last = f.UNBOUNDED, -1
+        for panel in range(panels):
+            first = min(first, load_i64(bounds_of(p, ws, panel) + f.MIN_FIRST))
+            last = max(last, load_i64(bounds_of(p, ws, panel) + f.MAX_LAST))
+        makes_dq = field(p, f.WORK) & f.MAKES_DQ
+        if (first > last and makes_dq == 0) or stops(p):
+            return
+        if makes_dq == 0 and is_listed(p, batch, head, first_row, first_row + count, max(0, first), last + 1) == 0:
+            return
+        store_i64(ws + field(p, f.WS_HEAD_ROW), head)
+        store_i64(ws + field(p, f.WS_HEAD_ROW) + 8, first_row)
+        pack(p, ws, batch, head, first_row, count)
+        fill(ws + field(p, f.WS_DQ), panels * sz.PANEL * width, 0.0)
+        k0 = max(0, first) // sz.BLOCK_N * sz.BLOCK_N
+        while k0 <= last:
+            if stops_at(p, k0):
+                break
+            size = min(sz.BLOCK_N, last + 1 - k0)
+            if is_listed(p, batch, head, first_row, first_row + count, k0, k0 + size):
+                visit(p, ws, batch, head, first_row, count, k0, size, key_begin)
+            k0 += sz.BLOCK_N
+        if makes_dq:
+            dq = row_address(p, f.DQ, batch, head, q_start(p, batch) + first_row)
+            for r in range(count):
+                source, target = ws + field(p, f.WS_DQ) + 4 * r * width, dq + r * field(p, f.DQ_ROW)
+                store_row(source, field(p, f.HEAD_DIM), target, field(p, f.DTYPE), scalar_bits(field(p, f.SCALE)))
+
+    @driver
+    def gradient_item(p: int, ws: int, item: int) -> None:
+        """One work item: a schedule entry for one unit of heads."""
+        head = item % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT)
+        place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * f.BACKWARD_ENTRY_BYTES
+        batch, end_batch, first_row = load_i64(place), load_i64(place + 8), load_i64(place + 16)
+        end_row, key_begin, end_key = load_i64(place + 24), load_i64(place + 32), load_i64(place + 40)
+        makes_dkv, block_m = field(p, f.WORK) & f.MAKES_DKV, field(p, f.BLOCK_M)
+        fill(ws + field(p, f.WS_ONES), sz.PANEL, 1.0)
         if makes_dkv:
-            store_key_gradients(p, ws, batch, head // field(p, f.GROUP_SIZE), key_begin, key_end)
-        batch += 1
+            keys = (min(end_key, k_length(p, batch)) - key_begin + sz.BLOCK_N - 1) // sz.BLOCK_N * sz.BLOCK_N
+            fill(ws + field(p, f.WS_DK), keys * field(p, f.DIM_WIDE), 0.0)
+            fill(ws + field(p, f.WS_DV), keys * field(p, f.DIM_V_WIDE), 0.0)
+        while batch < end_batch:
+            key_end, rows = min(end_key, k_length(p, batch)), min(end_row, q_length(p, batch))
+            for h in range(head, head + field(p, f.HEADS_PER_UNIT)):
+                for row in range(first_row, rows, block_m):
+                    block_gradient(p, ws, batch, h, row, min(block_m, rows - row), key_begin, key_end)
+            if makes_dkv:
+                store_key_gradients(p, ws, batch, head // field(p, f.GROUP_SIZE), key_begin, key_end)
+            batch += 1
+
+    return taking_items(program, gradient_item)
 
 
-@driver
-def backward(p: int) -> None:
-    """The entry point of each thread: take work items until none is left."""
-    counters = p + 8 * f.BLOCK_FIELDS
-    ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
-    fill(ws + field(p, f.WS_ONES), sz.PANEL, 1.0)
-    while True:
-        item = atomic_add(counters + 64, 1)
-        if item >= field(p, f.NUM_ITEMS) or stops(p):
-            break
-        backward_item(p, ws, item)
-    leave(p)
+backward = gradient_program("backward", pack_block, tile_gradient)

@@ -13,7 +13,7 @@ from llvmlite import binding, ir
 
 from tilewise.backends.cpu.emit import F32, I64, Emitter, Value
 from tilewise.backends.cpu.isa import Isa, host
-from tilewise.backends.cpu.language import Translator, signature_of
+from tilewise.backends.cpu.language import Translator, names_in, signature_of
 
 LLVM_TYPES = {"i": I64, "f": F32, "v": ir.VoidType()}
 Arguments = ParamSpec("Arguments")
@@ -56,15 +56,22 @@ def kernel(arguments: str, result: str = "v") -> Callable[[Callable[..., Value]]
 
 
 def driver(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a Python function of ints and floats part of compiled programs."""
-    part = Part(f"tilewise_{function.__name__}", signature_of(function), function, is_driver=True)
+    """Make a Python function of ints and floats part of compiled programs. It may call parts that a function around it
+    was given: loops that several programs share are made so.
+    """
+    return named(function.__name__, function)
+
+
+def named(name: str, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A driver with another name than its function, which several programs share."""
+    part = Part(f"tilewise_{name}", signature_of(function), function, is_driver=True)
     return cast("Callable[Arguments, Result]", part)
 
 
 def _called(function: Callable[..., Any]) -> Iterator[tuple[str, Part]]:
-    for name in function.__code__.co_names:
-        found = function.__globals__.get(name)
-        if isinstance(found, Part):
+    names = names_in(function)
+    for name in (*function.__code__.co_names, *function.__code__.co_freevars):
+        if isinstance(found := names.get(name), Part):
             yield name, found
 
 

@@ -12,7 +12,7 @@ from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import mask_band
-from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
+from tilewise.backends.cpu.intrinsics import field, load_i64, scalar_bits
 from tilewise.backends.cpu.merging import (
     FOLD_KEYS,
     MINUS_INF,
@@ -25,11 +25,11 @@ from tilewise.backends.cpu.merging import (
 from tilewise.backends.cpu.microkernels import row_max, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import fill, pack_rows, transpose_panel
 from tilewise.backends.cpu.scoring import (
+    bounds_of,
     change_scores,
+    clip_panel,
     code_factor,
     drop_panel,
-    end_seen,
-    first_seen,
     is_cut,
     is_listed,
     k_length,
@@ -41,7 +41,7 @@ from tilewise.backends.cpu.scoring import (
     q_start,
     rows_of_scale,
 )
-from tilewise.backends.cpu.stopping import leave, stops, stops_at
+from tilewise.backends.cpu.stopping import stops_at, taking_items
 
 
 @driver
@@ -96,10 +96,7 @@ def panel_scores(
     """
     s, tile_max = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_MAX)
     width, vectors = field(p, f.DIM_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
-    table, bounds = (
-        ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES,
-        ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES,
-    )
+    table, bounds = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES, bounds_of(p, ws, panel)
     q = ws + field(p, f.WS_Q) + 4 * panel * sz.PANEL * field(p, f.DIM_LANES)
     # Keys in [inner, outer) are seen by every row.
     inner = (max(0, load_i64(bounds + f.MAX_FIRST) - first_key) + sz.SCORE_KEYS - 1) // sz.SCORE_KEYS * sz.SCORE_KEYS
@@ -130,20 +127,10 @@ def panel_scores(
 
 
 @driver
-def panel_step(
-    p: int,
-    ws: int,
-    batch: int,
-    head: int,
-    row: int,
-    panel: int,
-    num_rows: int,
-    k0: int,
-    begin: int,
-    end: int,
-    k: int,
-) -> None:
-    """One panel against keys [begin, end) of the tile k at k0: scores, softmax, and values into the accumulator."""
+def panel_step(p: int, ws: int, batch: int, head: int, first_row: int, count: int, panel: int, k0: int, k: int) -> None:
+    """One panel against the keys it sees of the tile k at k0: scores, softmax, and values into the accumulator."""
+    row, num_rows = first_row + panel * sz.PANEL, min(sz.PANEL, count - panel * sz.PANEL)
+    begin, end = load_i64(bounds_of(p, ws, panel) + f.TILE_BEGIN), load_i64(bounds_of(p, ws, panel) + f.TILE_END)
     s, size, first_key = ws + field(p, f.WS_SCORES), end - begin, k0 + begin
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
@@ -165,12 +152,10 @@ def panel_step(
 def tile_loop(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
     kv_head = head // field(p, f.GROUP_SIZE)
-    panels = (count + sz.PANEL - 1) // sz.PANEL
-    bounds = ws + field(p, f.WS_PANELS)
-    first, last = f.UNBOUNDED, -1
+    panels, first, last = (count + sz.PANEL - 1) // sz.PANEL, f.UNBOUNDED, -1
     for panel in range(panels):
-        first = min(first, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST))
-        last = max(last, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST))
+        first = min(first, load_i64(bounds_of(p, ws, panel) + f.MIN_FIRST))
+        last = max(last, load_i64(bounds_of(p, ws, panel) + f.MAX_LAST))
     k0 = max(0, first) // sz.BLOCK_N * sz.BLOCK_N
     while k0 <= last:
         if stops_at(p, k0):
@@ -187,14 +172,8 @@ def tile_loop(p: int, ws: int, batch: int, head: int, first_row: int, count: int
         )
         pack_values_tile(p, f.V, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_V))
         for panel in range(panels):
-            low = max(0, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST) - k0)
-            high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
-            row = first_row + panel * sz.PANEL
-            low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-            high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-            if low < high:
-                begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (high + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
-                panel_step(p, ws, batch, head, row, panel, min(sz.PANEL, count - panel * sz.PANEL), k0, begin, end, k)
+            if clip_panel(p, ws, batch, head, first_row, panel, k0, size, sz.KEY_STEP):
+                panel_step(p, ws, batch, head, first_row, count, panel, k0, k)
         k0 += sz.BLOCK_N
 
 
@@ -227,14 +206,4 @@ def forward_item(p: int, ws: int, item: int) -> None:
         merge_chunks(p, ws, block, item, batch, head, first_row, count, chunk, num_chunks)
 
 
-@driver
-def forward(p: int) -> None:
-    """The entry point of each thread: take work items until none is left."""
-    counters = p + 8 * f.BLOCK_FIELDS
-    ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
-    while True:
-        item = atomic_add(counters + 64, 1)
-        if item >= field(p, f.NUM_ITEMS) or stops(p):
-            break
-        forward_item(p, ws, item)
-    leave(p)
+forward = taking_items("forward", forward_item)

@@ -33,10 +33,10 @@ from tilewise.backends.cpu.merging import (
 from tilewise.backends.cpu.microkernels import Statistics, emit_softmax, row_max, softmax
 from tilewise.backends.cpu.packing import fill, scale_rows, untranspose_panel
 from tilewise.backends.cpu.scoring import (
+    bounds_of,
     change_scores,
+    clip_panel,
     drop_panel,
-    end_seen,
-    first_seen,
     is_cut,
     is_listed,
     k_length,
@@ -347,10 +347,7 @@ def panel_scores(
     """
     s, tile_max = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_MAX)
     width, vectors = field(p, f.DIM_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
-    table, bounds = (
-        ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES,
-        ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES,
-    )
+    table, bounds = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES, bounds_of(p, ws, panel)
     q = ws + field(p, f.WS_Q) + 2 * panel * sz.PANEL * width
     for j in range(0, size, STEP):
         matrix_scores(k + 2 * j * width, 2 * width, width, q, s + 4 * j * sz.PANEL)
@@ -376,20 +373,10 @@ def panel_scores(
 
 
 @driver
-def panel_step(
-    p: int,
-    ws: int,
-    batch: int,
-    head: int,
-    row: int,
-    panel: int,
-    num_rows: int,
-    k0: int,
-    begin: int,
-    end: int,
-    k: int,
-) -> None:
-    """One panel against keys [begin, end) of the tile k at k0: scores, softmax, and values into the accumulator."""
+def panel_step(p: int, ws: int, batch: int, head: int, first_row: int, count: int, panel: int, k0: int, k: int) -> None:
+    """One panel against the keys it sees of the tile k at k0: scores, softmax, and values into the accumulator."""
+    row, num_rows = first_row + panel * sz.PANEL, min(sz.PANEL, count - panel * sz.PANEL)
+    begin, end = load_i64(bounds_of(p, ws, panel) + f.TILE_BEGIN), load_i64(bounds_of(p, ws, panel) + f.TILE_END)
     s, size, first_key = ws + field(p, f.WS_SCORES), end - begin, k0 + begin
     tile_max, alpha = ws + field(p, f.WS_MAX), ws + field(p, f.WS_ALPHA)
     width_v, vectors = field(p, f.DIM_V_PADDED), (num_rows + sz.LANES - 1) // sz.LANES
@@ -431,13 +418,11 @@ def rows_of_sums(p: int, ws: int, padded: int) -> None:
 def tile_loop(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
     kv_head = head // field(p, f.GROUP_SIZE)
-    panels, bounds = (count + sz.PANEL - 1) // sz.PANEL, ws + field(p, f.WS_PANELS)
-    width, width_v = field(p, f.DIM_PADDED), field(p, f.DIM_V_PADDED)
-    v = ws + field(p, f.WS_V)
-    first, last = f.UNBOUNDED, -1
+    width, width_v, v = field(p, f.DIM_PADDED), field(p, f.DIM_V_PADDED), ws + field(p, f.WS_V)
+    panels, first, last = (count + sz.PANEL - 1) // sz.PANEL, f.UNBOUNDED, -1
     for panel in range(panels):
-        first = min(first, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST))
-        last = max(last, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST))
+        first = min(first, load_i64(bounds_of(p, ws, panel) + f.MIN_FIRST))
+        last = max(last, load_i64(bounds_of(p, ws, panel) + f.MAX_LAST))
     k0 = max(0, first) // KEYS * KEYS
     while k0 <= last:
         if stops_with_tiles(p, ws):
@@ -457,15 +442,8 @@ def tile_loop(p: int, ws: int, batch: int, head: int, first_row: int, count: int
         )
         transpose_values(rows_v, 2 * width_v, (size + STEP - 1) // STEP * STEP, width_v, v, VALUE_BYTES)
         for panel in range(panels):
-            low = max(0, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST) - k0)
-            high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
-            row = first_row + panel * sz.PANEL
-            low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-            high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-            if low < high:
-                begin, stop = low // STEP * STEP, (high + STEP - 1) // STEP * STEP
-                num_rows = min(sz.PANEL, count - panel * sz.PANEL)
-                panel_step(p, ws, batch, head, row, panel, num_rows, k0, begin, stop, k)
+            if clip_panel(p, ws, batch, head, first_row, panel, k0, size, STEP):
+                panel_step(p, ws, batch, head, first_row, count, panel, k0, k)
         k0 += KEYS
 
 

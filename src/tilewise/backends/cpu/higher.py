@@ -10,17 +10,6 @@ from tilewise.backends.cpu.emit import EXP2_EXACT, Emitter, Value
 from tilewise.backends.cpu.features import each_score
 from tilewise.backends.cpu.microkernels import score_products, store_block, value_products
 
-__all__ = [
-    "add_scores",
-    "add_values",
-    "scale_panel",
-    "second_gradient",
-    "second_gradient_capped",
-    "subtract_row",
-    "tangent_weights",
-    "tanh_panel",
-]
-
 
 @kernel("iiiii")
 def add_scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value) -> None:
@@ -110,15 +99,7 @@ def subtract_row(e: Emitter, target: Value, source: Value, count: Value, factor:
 
 @kernel("iiiiiiff")
 def second_gradient(
-    e: Emitter,
-    s: Value,
-    t: Value,
-    x: Value,
-    y: Value,
-    num_keys: Value,
-    rows: Value,
-    to_log2: Value,
-    factor: Value,
+    e: Emitter, s: Value, t: Value, x: Value, y: Value, num_keys: Value, rows: Value, to_log2: Value, factor: Value
 ) -> None:
     """On a whole panel, with P = 2^(s * to_log2 - lse), a = factor * t - m and g = x - delta: P a in place of s,
     H = P (g a + y - r) in place of x, and dS = P g in place of y. `rows` holds lse in two parts, delta, m and r.

@@ -42,6 +42,11 @@ def source_of(function: Callable[..., Any]) -> ast.FunctionDef:
     return tree
 
 
+def names_in(function: Callable[..., Any]) -> dict[str, Any]:
+    """What the names of a function mean: its module's, and those of a function around it."""
+    return function.__globals__ | dict(inspect.getclosurevars(function).nonlocals)
+
+
 def signature_of(function: Callable[..., Any]) -> ir.FunctionType:
     """A function's C-like type, from its annotations: int is int64, float is fp32."""
     notes = inspect.get_annotations(function)
@@ -55,7 +60,7 @@ class Translator:
     def __init__(
         self, function: Callable[..., Any], target: ir.Function, callee: Callable[[str], ir.Function | None]
     ) -> None:
-        self.globals = function.__globals__
+        self.globals = names_in(function)
         self.callee = callee
         self.target = target
         # Variables are stack slots of the entry block, which LLVM turns into registers.

@@ -26,8 +26,6 @@ from tilewise.backends.cpu.schedule import Schedule, round_up
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
 
-__all__ = ["backward_twice", "forward_tangent"]
-
 # Times in forward passes: six products instead of two; up to 15.
 TANGENT_PER_FORWARD, TWICE_PER_FORWARD = 3, 8
 

@@ -148,16 +148,7 @@ def fold_rows(p: int, ws: int, count: int) -> None:
 
 @driver
 def merge_chunks(
-    p: int,
-    ws: int,
-    block: int,
-    item: int,
-    batch: int,
-    head: int,
-    first_row: int,
-    count: int,
-    chunk: int,
-    num_chunks: int,
+    p: int, ws: int, block: int, item: int, batch: int, head: int, first_row: int, count: int, chunk: int, chunks: int
 ) -> None:
     """Store this chunk's block among the partial results. The last chunk to arrive adds them up in order."""
     width, block_m, units = field(p, f.DIM_V_PADDED), field(p, f.BLOCK_M), field(p, f.UNITS)
@@ -167,18 +158,18 @@ def merge_chunks(
     sums = maxima + 4 * block_m
     copy_rows(block, first_slot + chunk * step, count * width)
     copy_rows(block + maxima, first_slot + chunk * step + maxima, 2 * block_m)
-    if atomic_add(field(p, f.DONE) + 8 * (item - chunk * units), 1) + 1 < num_chunks:
+    if atomic_add(field(p, f.DONE) + 8 * (item - chunk * units), 1) + 1 < chunks:
         return
     fill(block, count * width, 0.0)
     carry = ws + field(p, f.WS_STAGE)
     for r in range(count):
         fill(carry, width, 0.0)
         lost, top = 0.0, MINUS_INF
-        for c in range(num_chunks):
+        for c in range(chunks):
             top = max(top, load_f32(first_slot + c * step + maxima + 4 * r))
         total = 0.0
         if top > MINUS_INF:
-            for c in range(num_chunks):
+            for c in range(chunks):
                 part = first_slot + c * step
                 weight = exp2(load_f32(part + maxima + 4 * r) - top)
                 added = fma(weight, load_f32(part + sums + 4 * r), -lost)
@@ -187,7 +178,7 @@ def merge_chunks(
                 add_compensated(block + 4 * r * width, carry, part + 4 * r * width, width, 1.0, weight)
         else:
             # No keys, so every sum is 0; or NaN in all of them, which the row keeps.
-            for c in range(num_chunks):
+            for c in range(chunks):
                 total += load_f32(first_slot + c * step + sums + 4 * r)
             fill(block + 4 * r * width, width, total)
         store_f32(block + maxima + 4 * r, top)

@@ -15,21 +15,6 @@ from typing import NamedTuple
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import EXP2_EXACT, Emitter, Value
 
-__all__ = [
-    "Statistics",
-    "accumulate_keys",
-    "decayed",
-    "emit_softmax",
-    "row_max",
-    "score_products",
-    "scores",
-    "softmax",
-    "softmax_gradient",
-    "store_block",
-    "value_products",
-    "weigh_values",
-]
-
 # The running maximum of a row that saw no key: -inf minus it is not NaN.
 NO_KEY = -3.4e38
 # Finite scores, such as torch.finfo(torch.float32).min, are not below this in log2 units; only -inf is.

@@ -133,12 +133,7 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
     columns = [np.repeat(column, chunks) for column in (batch, first, size)] + [chunk, np.repeat(chunks, chunks)]
     entries = torch.from_numpy(np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64))
     return Schedule(
-        entries,
-        problem.num_heads // heads,
-        heads,
-        block,
-        chunk_keys(),
-        len(chunks) > 0 and int(chunks.max()) > 1,
+        entries, problem.num_heads // heads, heads, block, chunk_keys(), len(chunks) > 0 and int(chunks.max()) > 1
     )
 
 

@@ -225,7 +225,7 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
     row = first_row
     for panel in range((count + sz.PANEL - 1) // sz.PANEL):
         table = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES
-        bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+        bounds = bounds_of(p, ws, panel)
         min_first, max_first, min_last, max_last = f.UNBOUNDED, -f.UNBOUNDED, f.UNBOUNDED, -f.UNBOUNDED
         for lane in range(sz.PANEL):
             if panel * sz.PANEL + lane >= count:
@@ -252,45 +252,18 @@ def prepare_rows(p: int, ws: int, batch: int, head: int, first_row: int, count: 
 
 @driver
 def gather_panel(
-    p: int,
-    ws: int,
-    num_keys: int,
-    valid: int,
-    first_key: int,
-    table_field: int,
-    behind: int,
-    num_rows: int,
-    key_stride: int,
-    dtype: int,
+    p: int, ws: int, size: int, valid: int, first_key: int, rows: int, behind: int, count: int, stride: int, dtype: int
 ) -> int:
-    """A panel of bias, mask or what lies `behind` bytes behind it, read row by row and transposed. `valid` keys exist;
-    the rest up to num_keys is undefined.
+    """A panel of bias, mask or what lies `behind` bytes behind it, for `count` rows at the addresses in `rows`, read
+    row by row and transposed. `valid` keys exist; the rest up to `size` is undefined.
     """
     stage = ws + field(p, f.WS_STAGE)
-    for lane in range(num_rows):
-        source = load_i64(table_field + 8 * lane) + behind + first_key * key_stride
-        gather_row(source, key_stride, valid, dtype, stage + 4 * sz.BLOCK_N * lane)
+    for lane in range(count):
+        source = load_i64(rows + 8 * lane) + behind + first_key * stride
+        gather_row(source, stride, valid, dtype, stage + 4 * sz.BLOCK_N * lane)
     extra = ws + field(p, f.WS_EXTRA)
-    transpose_panel(stage, 4 * sz.BLOCK_N, (num_keys + sz.LANES - 1) // sz.LANES * sz.LANES, extra, 1.0)
+    transpose_panel(stage, 4 * sz.BLOCK_N, (size + sz.LANES - 1) // sz.LANES * sz.LANES, extra, 1.0)
     return extra
-
-
-@driver
-def add_gathered(
-    p: int,
-    ws: int,
-    s: int,
-    num_keys: int,
-    valid: int,
-    first_key: int,
-    table_field: int,
-    num_rows: int,
-    key_stride: int,
-    dtype: int,
-) -> None:
-    """S += a bias or mask."""
-    extra = gather_panel(p, ws, num_keys, valid, first_key, table_field, 0, num_rows, key_stride, dtype)
-    add_panel(s, num_keys, extra, (num_rows + sz.LANES - 1) // sz.LANES)
 
 
 @driver
@@ -306,10 +279,13 @@ def change_scores(
         add_alibi(s, num_keys, first_key, table, vectors)
     if features & f.HAS_BIAS:
         rows = table + f.ROW_BIAS * sz.FIELD_BYTES
-        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.BIAS_KEY), field(p, f.BIAS_DTYPE))
+        stride, dtype = field(p, f.BIAS_KEY), field(p, f.BIAS_DTYPE)
+        extra = gather_panel(p, ws, num_keys, valid, first_key, rows, 0, num_rows, stride, dtype)
+        add_panel(s, num_keys, extra, vectors)
     if features & f.HAS_MASK:
         rows = table + f.ROW_MASK * sz.FIELD_BYTES
-        add_gathered(p, ws, s, num_keys, valid, first_key, rows, num_rows, field(p, f.MASK_KEY), BOOL)
+        extra = gather_panel(p, ws, num_keys, valid, first_key, rows, 0, num_rows, field(p, f.MASK_KEY), BOOL)
+        add_panel(s, num_keys, extra, vectors)
     mask_band(s, num_keys, first_key, table, vectors)
 
 
@@ -382,6 +358,32 @@ def end_seen(p: int, batch: int, head: int, row: int, begin: int, end: int) -> i
                 end -= 1
         end = start
     return begin
+
+
+@driver
+def bounds_of(p: int, ws: int, panel: int) -> int:
+    """Address of a panel's bounds (see params.py)."""
+    return ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
+
+
+@driver
+def clip_panel(
+    p: int, ws: int, batch: int, head: int, first_row: int, panel: int, k0: int, size: int, step: int
+) -> int:
+    """Whether a panel of the block at `first_row` sees any of the `size` keys at k0. Those it sees, in whole steps and
+    counted from k0, are left in TILE_BEGIN and TILE_END.
+    """
+    bounds, row = bounds_of(p, ws, panel), first_row + panel * sz.PANEL
+    low = max(0, load_i64(bounds + f.MIN_FIRST) - k0)
+    high = min(size, load_i64(bounds + f.MAX_LAST) + 1 - k0)
+    low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+    high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
+    begin, end = 0, 0
+    if low < high:
+        begin, end = low // step * step, (high + step - 1) // step * step
+    store_i64(bounds + f.TILE_BEGIN, begin)
+    store_i64(bounds + f.TILE_END, end)
+    return begin < end
 
 
 @driver

@@ -8,9 +8,11 @@ signals until the other threads are done.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import shapes as sz
-from tilewise.backends.cpu.compiler import driver
+from tilewise.backends.cpu.compiler import driver, named
 from tilewise.backends.cpu.intrinsics import atomic_add, call_function, field, load_shared, store_i64
 
 POLL_MILLISECONDS = 50
@@ -80,3 +82,19 @@ def leave(p: int) -> None:
         stops(p)
         call_function(field(p, f.SLEEP), microseconds, 0)
         microseconds = min(microseconds + 1, LONGEST_SLEEP)
+
+
+def taking_items(program: str, compute: Callable[[int, int, int], None]) -> Callable[[int], None]:
+    """The entry point of a program, which each thread runs: take work items until none is left."""
+
+    def entry(p: int) -> None:
+        counters = p + 8 * f.BLOCK_FIELDS
+        ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
+        while True:
+            item = atomic_add(counters + 64, 1)
+            if item >= field(p, f.NUM_ITEMS) or stops(p):
+                break
+            compute(p, ws, item)
+        leave(p)
+
+    return named(program, entry)

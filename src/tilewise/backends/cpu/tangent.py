@@ -14,14 +14,14 @@ from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import add_panel, multiply_panel
 from tilewise.backends.cpu.forward import acc_state, pack_queries, panel_scores
 from tilewise.backends.cpu.higher import add_scores, add_values, scale_panel, subtract_row, tangent_weights
-from tilewise.backends.cpu.intrinsics import atomic_add, exp2, field, load_f32, load_i64, scalar_bits, store_f32
+from tilewise.backends.cpu.intrinsics import exp2, field, load_f32, load_i64, scalar_bits, store_f32
 from tilewise.backends.cpu.merging import LOG2E_F32, MINUS_INF, begin_rows, finish_rows
 from tilewise.backends.cpu.microkernels import scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import fill, store_row
 from tilewise.backends.cpu.scoring import (
+    bounds_of,
+    clip_panel,
     drop_panel,
-    end_seen,
-    first_seen,
     gather_panel,
     is_listed,
     k_length,
@@ -31,9 +31,7 @@ from tilewise.backends.cpu.scoring import (
     q_length,
     q_start,
 )
-from tilewise.backends.cpu.stopping import leave, stops, stops_at
-
-__all__ = ["tangent"]
+from tilewise.backends.cpu.stopping import stops_at, taking_items
 
 
 @driver
@@ -57,9 +55,8 @@ def score_tangents(p: int, t: int, size: int, k: int, tk: int, q: int, tq: int, 
 @driver
 def bias_tangents(p: int, ws: int, size: int, first_key: int, panel: int, num_rows: int) -> int:
     """A panel of the bias's tangent."""
-    bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
     rows = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES + f.ROW_BIAS * sz.FIELD_BYTES
-    valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
+    valid = min(size, load_i64(bounds_of(p, ws, panel) + f.MAX_LAST) + 1 - first_key)
     behind, stride, dtype = field(p, f.TBIAS_BEHIND), field(p, f.BIAS_KEY), field(p, f.BIAS_DTYPE)
     return gather_panel(p, ws, size, valid, first_key, rows, behind, num_rows, stride, dtype)
 
@@ -89,27 +86,14 @@ def add_panel_values(p: int, weights: int, v: int, size: int, acc: int, num_rows
 
 @driver
 def tangent_step(
-    p: int,
-    ws: int,
-    batch: int,
-    head: int,
-    row: int,
-    panel: int,
-    num_rows: int,
-    k0: int,
-    begin: int,
-    end: int,
-    k: int,
-    tk: int,
+    p: int, ws: int, batch: int, head: int, first_row: int, count: int, panel: int, k0: int, k: int, tk: int
 ) -> None:
-    """One panel against keys [begin, end) of the tiles k and tk at k0."""
+    """One panel against the keys it sees of the tiles k and tk at k0."""
+    row, num_rows = first_row + panel * sz.PANEL, min(sz.PANEL, count - panel * sz.PANEL)
+    begin, end = load_i64(bounds_of(p, ws, panel) + f.TILE_BEGIN), load_i64(bounds_of(p, ws, panel) + f.TILE_END)
     s, t, size, first_key = ws + field(p, f.WS_SCORES), ws + field(p, f.WS_TSCORES), end - begin, k0 + begin
-    alpha, scratch, vectors = (
-        ws + field(p, f.WS_ALPHA),
-        ws + field(p, f.WS_STAGE),
-        (num_rows + sz.LANES - 1) // sz.LANES,
-    )
-    width, features = field(p, f.DIM_PADDED), field(p, f.FEATURES)
+    alpha, scratch = ws + field(p, f.WS_ALPHA), ws + field(p, f.WS_STAGE)
+    width, features, vectors = field(p, f.DIM_PADDED), field(p, f.FEATURES), (num_rows + sz.LANES - 1) // sz.LANES
     running = acc_state(p, ws) + 4 * panel * sz.PANEL
     row_sum, factor = running + 4 * field(p, f.BLOCK_M), scalar_bits(field(p, f.TANGENT_SCALE))
     panel_scores(p, ws, batch, head, row, panel, num_rows, first_key, size, k + 4 * begin * width)
@@ -147,12 +131,11 @@ def tangent_step(
 def tangent_tiles(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
     """Stream the keys that any row of the block sees, tile by tile, panel by panel."""
     kv_head = head // field(p, f.GROUP_SIZE)
-    panels = (count + sz.PANEL - 1) // sz.PANEL
-    bounds, width, dim = ws + field(p, f.WS_PANELS), field(p, f.DIM_PADDED), field(p, f.HEAD_DIM)
-    first, last = f.UNBOUNDED, -1
+    width, dim = field(p, f.DIM_PADDED), field(p, f.HEAD_DIM)
+    panels, first, last = (count + sz.PANEL - 1) // sz.PANEL, f.UNBOUNDED, -1
     for panel in range(panels):
-        first = min(first, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST))
-        last = max(last, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST))
+        first = min(first, load_i64(bounds_of(p, ws, panel) + f.MIN_FIRST))
+        last = max(last, load_i64(bounds_of(p, ws, panel) + f.MAX_LAST))
     k0 = max(0, first) // sz.BLOCK_N * sz.BLOCK_N
     while k0 <= last:
         if stops_at(p, k0):
@@ -168,15 +151,8 @@ def tangent_tiles(p: int, ws: int, batch: int, head: int, first_row: int, count:
         if field(p, f.TV) != 0:
             pack_values_tile(p, f.TV, batch, kv_head, k0, k0 + size, ws + field(p, f.WS_TV))
         for panel in range(panels):
-            low = max(0, load_i64(bounds + panel * f.PANEL_BYTES + f.MIN_FIRST) - k0)
-            high = min(size, load_i64(bounds + panel * f.PANEL_BYTES + f.MAX_LAST) + 1 - k0)
-            row = first_row + panel * sz.PANEL
-            low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-            high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-            if low < high:
-                begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (high + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
-                num_rows = min(sz.PANEL, count - panel * sz.PANEL)
-                tangent_step(p, ws, batch, head, row, panel, num_rows, k0, begin, end, k, tk)
+            if clip_panel(p, ws, batch, head, first_row, panel, k0, size, sz.KEY_STEP):
+                tangent_step(p, ws, batch, head, first_row, count, panel, k0, k, tk)
         k0 += sz.BLOCK_N
 
 
@@ -210,8 +186,11 @@ def finish_tangents(p: int, ws: int, batch: int, head: int, first_row: int, coun
 
 
 @driver
-def tangent_block(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """One block of query rows of one head."""
+def tangent_item(p: int, ws: int, item: int) -> None:
+    """One work item (see backward.py): a block of query rows of one head."""
+    place, head = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * f.BACKWARD_ENTRY_BYTES, item % field(p, f.UNITS)
+    batch, first_row = load_i64(place), load_i64(place + 16)
+    count = min(load_i64(place + 24), q_length(p, batch)) - first_row
     block, padded = ws + field(p, f.WS_ACC), (count + sz.PANEL - 1) // sz.PANEL * sz.PANEL
     stage = ws + field(p, f.WS_STAGE)
     prepare_rows(p, ws, batch, head, first_row, count, 0, k_length(p, batch))
@@ -226,17 +205,4 @@ def tangent_block(p: int, ws: int, batch: int, head: int, first_row: int, count:
     finish_tangents(p, ws, batch, head, first_row, count)
 
 
-@driver
-def tangent(p: int) -> None:
-    """The entry point of each thread: take work items (see backward.py) until none is left."""
-    counters = p + 8 * f.BLOCK_FIELDS
-    ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
-    while True:
-        item = atomic_add(counters + 64, 1)
-        if item >= field(p, f.NUM_ITEMS) or stops(p):
-            break
-        place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * f.BACKWARD_ENTRY_BYTES
-        batch, first_row = load_i64(place), load_i64(place + 16)
-        count = min(load_i64(place + 24), q_length(p, batch)) - first_row
-        tangent_block(p, ws, batch, item % field(p, f.UNITS), first_row, count)
-    leave(p)
+tangent = taking_items("tangent", tangent_item)

@@ -13,40 +13,34 @@ from tilewise.backends.cpu.backward import (
     accumulate_dq,
     accumulate_tile,
     add_bias_gradient,
+    gradient_program,
+    key_columns,
     pack_block,
     pack_panel,
     row_address,
-    store_key_gradients,
 )
 from tilewise.backends.cpu.compiler import driver
-from tilewise.backends.cpu.emit import FP32
 from tilewise.backends.cpu.higher import second_gradient, second_gradient_capped, tanh_panel
-from tilewise.backends.cpu.intrinsics import atomic_add, field, load_f32, load_i64, scalar_bits, store_f32, store_i64
+from tilewise.backends.cpu.intrinsics import field, load_f32, load_i64, scalar_bits, store_f32
 from tilewise.backends.cpu.microkernels import scores
-from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, row_dots, store_row, untranspose_panel
+from tilewise.backends.cpu.packing import fill, pack_rows, row_dots, untranspose_panel
 from tilewise.backends.cpu.scoring import (
+    bounds_of,
     change_scores,
+    clip_panel,
     drop_panel,
-    end_seen,
-    first_seen,
     is_cut,
-    is_listed,
-    k_length,
     mask_tiles,
     pack_tile,
-    prepare_rows,
-    q_length,
     q_start,
 )
-from tilewise.backends.cpu.stopping import leave, stops, stops_at
 from tilewise.backends.cpu.tangent import bias_tangents, score_tangents
-
-__all__ = ["twice"]
 
 
 @driver
-def pack_tangents(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """Pack q' of a block, and m = lse' and r = dout . out' of its rows."""
+def pack_twice(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
+    """Pack q, q' and dout of a block, and with the statistics of its rows also m = lse' and r = dout . out'."""
+    pack_block(p, ws, batch, head, first_row, count)
     row, dim, width = q_start(p, batch) + first_row, field(p, f.HEAD_DIM), field(p, f.DIM_WIDE)
     dim_v, width_v, dtype = field(p, f.HEAD_DIM_V), field(p, f.DIM_V_WIDE), field(p, f.DTYPE)
     statistics = batch * field(p, f.LSE_BATCH) + head * field(p, f.LSE_HEAD) + 4 * row
@@ -73,33 +67,22 @@ def pack_tangents(p: int, ws: int, batch: int, head: int, first_row: int, count:
 
 @driver
 def panel_twice(
-    p: int,
-    ws: int,
-    batch: int,
-    head: int,
-    row: int,
-    panel: int,
-    num_rows: int,
-    k0: int,
-    begin: int,
-    end: int,
-    k: int,
-    tk: int,
-    v: int,
-    tv: int,
+    p: int, ws: int, batch: int, head: int, row: int, panel: int, count: int, k0: int, k: int, tk: int, v: int, tv: int
 ) -> None:
-    """P (S' - m), W and U of one panel against keys [begin, end) of the tile at k0, whose rows are k, tk, v and tv from
-    `begin` on. They are left in the score buffers at `begin`.
+    """P (S' - m), W and U of one panel against the keys it sees of the tile at k0, whose rows are k, tk, v and tv. They
+    are left in the score buffers at TILE_BEGIN.
     """
-    size, first_key, rows = end - begin, k0 + begin, 4 * panel * sz.PANEL
+    table, bounds = ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES, bounds_of(p, ws, panel)
+    begin, end, rows = load_i64(bounds + f.TILE_BEGIN), load_i64(bounds + f.TILE_END), 4 * panel * sz.PANEL
+    size, first_key = end - begin, k0 + begin
     width, width_v, features = field(p, f.DIM_WIDE), field(p, f.DIM_V_WIDE), field(p, f.FEATURES)
+    k += 4 * begin * width
+    v += 4 * begin * width_v
+    tk = tk + 4 * begin * width if tk != 0 else 0
+    tv = tv + 4 * begin * width_v if tv != 0 else 0
     at = panel * SCORE_BYTES + 4 * begin * sz.PANEL
     s, x, y = ws + field(p, f.WS_SCORES) + at, ws + field(p, f.WS_DSCORES) + at, ws + field(p, f.WS_USCORES) + at
     t, scratch = ws + field(p, f.WS_TSCORES), ws + field(p, f.WS_MAX)
-    table, bounds = (
-        ws + field(p, f.WS_ROWS) + panel * sz.TABLE_BYTES,
-        ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES,
-    )
     q, tq = ws + field(p, f.WS_Q) + rows * width, ws + field(p, f.WS_TQ) + rows * width
     dout = ws + field(p, f.WS_DOUT) + rows * width_v
     for j in range(0, size, sz.SCORE_KEYS):
@@ -120,14 +103,14 @@ def panel_twice(
     valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
     cut = is_cut(p, batch, head, row, first_key, size)
     if edge or cut or (features & f.CHANGES_SCORES) != 0:
-        change_scores(p, ws, s, size, valid, first_key, table, num_rows, 0)
+        change_scores(p, ws, s, size, valid, first_key, table, count, 0)
     if cut:
         mask_tiles(p, s, batch, head, row, first_key, size, vectors)
     if features & f.HAS_DROPOUT:
         drop_panel(p, x, size, first_key, table, batch, vectors)
         drop_panel(p, y, size, first_key, table, batch, vectors)
     if field(p, f.HAS_TBIAS):
-        bias = bias_tangents(p, ws, size, first_key, panel, num_rows)
+        bias = bias_tangents(p, ws, size, first_key, panel, count)
     numbers, to_log2 = ws + field(p, f.WS_LSE) + rows, scalar_bits(field(p, f.TO_LOG2))
     factor, h = scalar_bits(field(p, f.TANGENT_SCALE)), x
     if tanh != 0 or bias != 0:
@@ -140,14 +123,7 @@ def panel_twice(
         drop_panel(p, s, size, first_key, table, batch, vectors)
     if field(p, f.WORK) & f.MAKES_DBIAS:
         untranspose_panel(h, size, ws + field(p, f.WS_STAGE), 4 * sz.BLOCK_N)
-        add_bias_gradient(p, ws, batch, panel, num_rows, first_key, valid)
-
-
-@driver
-def key_columns(rows: int, width: int, size: int, columns: int) -> None:
-    """Rows of K or K' in columns."""
-    padded = (size + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
-    pack_values(rows, 4 * width, padded, FP32, width, columns, 4 * sz.BLOCK_N * sz.VALUE_STEP, width, 1.0)
+        add_bias_gradient(p, ws, batch, panel, count, first_key, valid)
 
 
 @driver
@@ -169,33 +145,16 @@ def tile_twice(
         key_columns(k, width, size, k_columns)
         if tk != 0:
             key_columns(tk, width, size, tk_columns)
-    panels, weights, others = (
-        (count + sz.PANEL - 1) // sz.PANEL,
-        ws + field(p, f.WS_DSCORES),
-        ws + field(p, f.WS_USCORES),
-    )
+    panels = (count + sz.PANEL - 1) // sz.PANEL
+    weights, others = ws + field(p, f.WS_DSCORES), ws + field(p, f.WS_USCORES)
     for panel in range(panels):
-        bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
-        low = max(0, load_i64(bounds + f.MIN_FIRST) - k0)
-        high = min(size, load_i64(bounds + f.MAX_LAST) + 1 - k0)
-        row = first_row + panel * sz.PANEL
-        low = first_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-        high = end_seen(p, batch, head, row, k0 + low, k0 + high) - k0
-        begin, end = low // sz.KEY_STEP * sz.KEY_STEP, (max(high, 0) + sz.KEY_STEP - 1) // sz.KEY_STEP * sz.KEY_STEP
-        if low >= high:
-            begin, end = 0, 0
-        store_i64(bounds + f.TILE_BEGIN, begin)
-        store_i64(bounds + f.TILE_END, end)
-        if begin < end:
-            num_rows = min(sz.PANEL, count - panel * sz.PANEL)
-            seen_tk = tk + 4 * begin * width if tk != 0 else 0
-            seen_tv = tv + 4 * begin * width_v if tv != 0 else 0
-            seen_k, seen_v = k + 4 * begin * width, v + 4 * begin * width_v
-            panel_twice(p, ws, batch, head, row, panel, num_rows, k0, begin, end, seen_k, seen_tk, seen_v, seen_tv)
+        if clip_panel(p, ws, batch, head, first_row, panel, k0, size, sz.KEY_STEP):
+            row, num_rows = first_row + panel * sz.PANEL, min(sz.PANEL, count - panel * sz.PANEL)
+            panel_twice(p, ws, batch, head, row, panel, num_rows, k0, k, tk, v, tv)
             if work & f.MAKES_DQ:
-                accumulate_dq(p, ws, weights, k_columns, panel, num_rows, begin, end)
+                accumulate_dq(p, ws, weights, k_columns, panel, num_rows)
                 if tk != 0:
-                    accumulate_dq(p, ws, others, tk_columns, panel, num_rows, begin, end)
+                    accumulate_dq(p, ws, others, tk_columns, panel, num_rows)
     if work & f.MAKES_DKV:
         dk = ws + field(p, f.WS_DK) + 4 * (k0 - key_begin) * width
         dv = ws + field(p, f.WS_DV) + 4 * (k0 - key_begin) * width_v
@@ -206,73 +165,4 @@ def tile_twice(
             accumulate_tile(p, ws, panels, size, others, ws + field(p, f.WS_TQ_ROWS), width, dk)
 
 
-@driver
-def block_twice(
-    p: int, ws: int, batch: int, head: int, first_row: int, count: int, key_begin: int, key_end: int
-) -> None:
-    """One block of query rows of one head against a range of keys."""
-    width = field(p, f.DIM_WIDE)
-    prepare_rows(p, ws, batch, head, first_row, count, key_begin, key_end)
-    first, last = f.UNBOUNDED, -1
-    for panel in range((count + sz.PANEL - 1) // sz.PANEL):
-        bounds = ws + field(p, f.WS_PANELS) + panel * f.PANEL_BYTES
-        first, last = min(first, load_i64(bounds + f.MIN_FIRST)), max(last, load_i64(bounds + f.MAX_LAST))
-    makes_dq = field(p, f.WORK) & f.MAKES_DQ
-    if (first > last and makes_dq == 0) or stops(p):
-        return
-    if makes_dq == 0 and is_listed(p, batch, head, first_row, first_row + count, max(0, first), last + 1) == 0:
-        return
-    store_i64(ws + field(p, f.WS_HEAD_ROW), head)
-    store_i64(ws + field(p, f.WS_HEAD_ROW) + 8, first_row)
-    pack_block(p, ws, batch, head, first_row, count)
-    pack_tangents(p, ws, batch, head, first_row, count)
-    fill(ws + field(p, f.WS_DQ), (count + sz.PANEL - 1) // sz.PANEL * sz.PANEL * width, 0.0)
-    k0 = max(0, first) // sz.BLOCK_N * sz.BLOCK_N
-    while k0 <= last:
-        if stops_at(p, k0):
-            break
-        size = min(sz.BLOCK_N, last + 1 - k0)
-        if is_listed(p, batch, head, first_row, first_row + count, k0, k0 + size):
-            tile_twice(p, ws, batch, head, first_row, count, k0, size, key_begin)
-        k0 += sz.BLOCK_N
-    if makes_dq:
-        dq = row_address(p, f.DQ, batch, head, q_start(p, batch) + first_row)
-        for r in range(count):
-            source, target = ws + field(p, f.WS_DQ) + 4 * r * width, dq + r * field(p, f.DQ_ROW)
-            store_row(source, field(p, f.HEAD_DIM), target, field(p, f.DTYPE), scalar_bits(field(p, f.SCALE)))
-
-
-@driver
-def twice_item(p: int, ws: int, item: int) -> None:
-    """One work item: a schedule entry for one unit of heads."""
-    head = item % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT)
-    place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * f.BACKWARD_ENTRY_BYTES
-    batch, end_batch, first_row = load_i64(place), load_i64(place + 8), load_i64(place + 16)
-    end_row, key_begin, end_key = load_i64(place + 24), load_i64(place + 32), load_i64(place + 40)
-    makes_dkv, block_m = field(p, f.WORK) & f.MAKES_DKV, field(p, f.BLOCK_M)
-    if makes_dkv:
-        keys = (min(end_key, k_length(p, batch)) - key_begin + sz.BLOCK_N - 1) // sz.BLOCK_N * sz.BLOCK_N
-        fill(ws + field(p, f.WS_DK), keys * field(p, f.DIM_WIDE), 0.0)
-        fill(ws + field(p, f.WS_DV), keys * field(p, f.DIM_V_WIDE), 0.0)
-    while batch < end_batch:
-        key_end, rows = min(end_key, k_length(p, batch)), min(end_row, q_length(p, batch))
-        for h in range(head, head + field(p, f.HEADS_PER_UNIT)):
-            for row in range(first_row, rows, block_m):
-                block_twice(p, ws, batch, h, row, min(block_m, rows - row), key_begin, key_end)
-        if makes_dkv:
-            store_key_gradients(p, ws, batch, head // field(p, f.GROUP_SIZE), key_begin, key_end)
-        batch += 1
-
-
-@driver
-def twice(p: int) -> None:
-    """The entry point of each thread: take work items until none is left."""
-    counters = p + 8 * f.BLOCK_FIELDS
-    ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
-    fill(ws + field(p, f.WS_ONES), sz.PANEL, 1.0)
-    while True:
-        item = atomic_add(counters + 64, 1)
-        if item >= field(p, f.NUM_ITEMS) or stops(p):
-            break
-        twice_item(p, ws, item)
-    leave(p)
+twice = gradient_program("twice", pack_twice, tile_twice)

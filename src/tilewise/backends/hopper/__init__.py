@@ -52,6 +52,10 @@ class HopperBackend(GpuBackend):
     """
 
     name = "hopper"
+    ignores_batch = "the rows of a tile belong to one sequence, and the tile's size does not depend on the batch"
+    finds_largest = (
+        "warpgroups raise their head's with the maximum of their rows, to which softmax refers in such calls"
+    )
     many_keys = MANY_KEYS
 
     def unavailable(self) -> str | None:
@@ -92,16 +96,6 @@ class HopperBackend(GpuBackend):
         other = "; gradients that repeat bit for bit are computed by the kernels of the triton backend"
         rest = other if problem.needs_grad and problem.deterministic else ""
         return f"blocks walk the tiles that the mask lists, those with bits first{rest}"
-
-    def ignores_batch(self, problem: AttentionProblem) -> str:
-        """How results stay independent of the batch, for reports."""
-        del problem
-        return "the rows of a tile belong to one sequence, and the tile's size does not depend on the batch"
-
-    def finds_largest(self, problem: AttentionProblem) -> str:
-        """How the largest scores are found, for `explain()`."""
-        del problem
-        return "warpgroups raise their head's with the maximum of their rows, to which softmax refers in such calls"
 
     def _gradients(self, problem: AttentionProblem) -> ModuleType:
         # Sums of dQ in fixed point need to know how many key tiles add to a query tile, and whether one that is not

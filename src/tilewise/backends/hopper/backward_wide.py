@@ -355,8 +355,7 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, C: gl.constexpr
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "cap_scale", "scale", "sizes"],
-    do_not_specialize_on_alignment=["counter_ptr"],
+    do_not_specialize=["scale_log2", "cap_scale", "scale", "sizes"], do_not_specialize_on_alignment=["counter_ptr"]
 )
 def backward_wide_kernel(
     q_desc, dout_desc, k_desc, v_desc, dk_desc, dv_desc, q_rest, dout_rest, k_rest, v_rest, dk_rest, dv_rest,

@@ -53,15 +53,7 @@ from tilewise.backends.hopper.schedule import (
     take_tile,
     whole_tiles,
 )
-from tilewise.backends.hopper.scores import (
-    capped,
-    finish_rows,
-    mask_scores,
-    no_rows,
-    raise_max,
-    soften,
-    whole_rows,
-)
+from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, no_rows, raise_max, soften, whole_rows
 
 
 @aggregate

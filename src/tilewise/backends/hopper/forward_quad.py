@@ -21,14 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from tilewise.backends.hopper.channels import make_mailbox, make_ring, start
-from tilewise.backends.hopper.forward import (
-    Pipeline,
-    load_keys,
-    load_values,
-    make_parts,
-    store_lse,
-    store_output,
-)
+from tilewise.backends.hopper.forward import Pipeline, load_keys, load_values, make_parts, store_lse, store_output
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout
 from tilewise.backends.hopper.products import issue_output, issue_scores, load_tile, rescale_output, scale_output
 from tilewise.backends.hopper.schedule import (
@@ -42,15 +35,7 @@ from tilewise.backends.hopper.schedule import (
     spans_at,
     take_tile,
 )
-from tilewise.backends.hopper.scores import (
-    capped,
-    finish_rows,
-    mask_scores,
-    no_rows,
-    raise_max,
-    soften,
-    whole_rows,
-)
+from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, no_rows, raise_max, soften, whole_rows
 
 
 @gluon.jit

@@ -404,10 +404,7 @@ def sizes_of(problem: AttentionProblem, config: ForwardConfig | Fp8Config, items
     head_bytes = problem.seqlen_k * _row_bytes(problem, itemsize)
     wave = heads_per_wave(problem.num_heads, sizes.num_blocks, head_bytes)
     return sizes._replace(
-        num_items=problem.num_heads,
-        num_blocks=blocks,
-        num_tiles=blocks * problem.num_heads,
-        items_per_wave=wave,
+        num_items=problem.num_heads, num_blocks=blocks, num_tiles=blocks * problem.num_heads, items_per_wave=wave
     )
 
 

@@ -25,15 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.layouts import accumulator_layout
-from tilewise.backends.hopper.primitives import (
-    LN2,
-    LOG2E,
-    NEG_INF,
-    exp2,
-    power_over,
-    tanh,
-    unless_one,
-)
+from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, power_over, tanh, unless_one
 from tilewise.backends.hopper.schedule import right_of
 
 # From here on fp32 holds scores (log2) as multiples of 16, and rounds their products with the scale by as much: see

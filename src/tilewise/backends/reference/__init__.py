@@ -17,6 +17,8 @@ class ReferenceBackend:
     """Accepts every valid problem wherever torch computes in fp64. Memory grows with seqlen_q * seqlen_k."""
 
     name = "reference"
+    ignores_batch = "every sequence is computed alone"
+    finds_largest = "the largest of all scores, which are computed in fp64"
 
     def unavailable(self) -> str | None:
         """Always available."""
@@ -56,16 +58,6 @@ class ReferenceBackend:
         """Nothing is skipped."""
         del problem
         return "no tile is skipped: the mask hides scores that are all computed"
-
-    def ignores_batch(self, problem: AttentionProblem) -> str:
-        """How results stay independent of the batch, for reports."""
-        del problem
-        return "every sequence is computed alone"
-
-    def finds_largest(self, problem: AttentionProblem) -> str:
-        """Over the whole score matrix."""
-        del problem
-        return "the largest of all scores, which are computed in fp64"
 
     def forward_tangent(
         self,

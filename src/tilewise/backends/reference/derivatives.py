@@ -10,30 +10,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.backends.reference.sequences import (
-    Sequence,
-    accumulate,
-    empty_out,
-    heads_first,
-    sequences,
-    zero_gradient,
-)
+from tilewise.backends.reference.sequences import Sequence, accumulate, empty_out, heads_first, sequences
 from tilewise.backends.reference.specification import (
     Scores,
     SequenceGradients,
     Softmax,
-    accumulate_broadcast,
     dlse_of,
     load,
     score,
     sink_probability,
     softmax,
     sum_groups,
+    summed,
 )
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
-
-__all__ = ["backward_twice", "forward_tangent"]
 
 
 class Direction(NamedTuple):
@@ -77,32 +68,10 @@ def forward_tangent(
 
 
 def backward_twice(
-    problem: AttentionProblem,
-    operands: Operands,
-    tangents: Tangents,
-    dout: Tensor,
-    dlse: Tensor | None,
-    wanted: Wanted,
+    problem: AttentionProblem, operands: Operands, tangents: Tangents, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Gradients of sum(out' * dout) + sum(lse' * dlse) with respect to the operands."""
-    dq, dk, dv = (zero_gradient(problem, t) for t in (operands.q, operands.k, operands.v))
-    dbias = None if problem.bias_shape is None else operands.q.new_zeros(problem.bias_shape, dtype=torch.float64)
-    dsinks = operands.q.new_zeros(problem.num_heads, dtype=torch.float64)
-    for sequence in sequences(problem, operands):
-        part = _twice_one(problem, operands, tangents, sequence, dout, dlse)
-        accumulate(problem, dq, part.dq, sequence, sequence.q_rows)
-        accumulate(problem, dk, part.dk, sequence, sequence.k_rows)
-        accumulate(problem, dv, part.dv, sequence, sequence.k_rows)
-        if dbias is not None:
-            accumulate_broadcast(dbias, part.dbias, sequence.index)
-        dsinks += part.dsinks
-    return Gradients(
-        dq=dq.to(problem.dtype),
-        dk=dk.to(problem.dtype),
-        dv=dv.to(problem.dtype),
-        dbias=dbias.to(problem.bias_dtype) if dbias is not None and wanted.dbias else None,
-        dsinks=dsinks.to(operands.sinks.dtype) if operands.sinks is not None and wanted.dsinks else None,
-    )
+    return summed(problem, operands, wanted, lambda one: _twice_one(problem, operands, tangents, one, dout, dlse))
 
 
 def _twice_one(

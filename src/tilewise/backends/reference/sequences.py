@@ -11,8 +11,6 @@ from torch import Tensor
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
-__all__ = ["Sequence", "accumulate", "empty_out", "heads_first", "row_scales", "sequences", "zero_gradient"]
-
 
 @dataclass(frozen=True)
 class Sequence:

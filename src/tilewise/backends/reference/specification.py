@@ -7,6 +7,7 @@ be read.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,21 +27,6 @@ from tilewise.backends.reference.sequences import (
 from tilewise.numerics import dropout_keep
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
-
-__all__ = [
-    "Scores",
-    "SequenceGradients",
-    "Softmax",
-    "accumulate_broadcast",
-    "backward",
-    "dlse_of",
-    "forward",
-    "load",
-    "score",
-    "sink_probability",
-    "softmax",
-    "sum_groups",
-]
 
 
 class Scores(NamedTuple):
@@ -91,16 +77,23 @@ def backward(
     problem: AttentionProblem, operands: Operands, dout: Tensor, dlse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """Gradients of sum(out * dout) + sum(lse * dlse), in the shapes of the canonical operands."""
+    return summed(problem, operands, wanted, lambda one: _backward_one(problem, operands, one, dout, dlse))
+
+
+def summed(
+    problem: AttentionProblem, operands: Operands, wanted: Wanted, gradients_of: Callable[[Sequence], SequenceGradients]
+) -> Gradients:
+    """The sum of the gradients of all sequences."""
     dq, dk, dv = (zero_gradient(problem, t) for t in (operands.q, operands.k, operands.v))
     dbias = None if problem.bias_shape is None else operands.q.new_zeros(problem.bias_shape, dtype=torch.float64)
     dsinks = operands.q.new_zeros(problem.num_heads, dtype=torch.float64)
     for sequence in sequences(problem, operands):
-        part = _backward_one(problem, operands, sequence, dout, dlse)
+        part = gradients_of(sequence)
         accumulate(problem, dq, part.dq, sequence, sequence.q_rows)
         accumulate(problem, dk, part.dk, sequence, sequence.k_rows)
         accumulate(problem, dv, part.dv, sequence, sequence.k_rows)
         if dbias is not None:
-            accumulate_broadcast(dbias, part.dbias, sequence.index)
+            _accumulate_broadcast(dbias, part.dbias, sequence.index)
         dsinks += part.dsinks
     return Gradients(
         dq=dq.to(problem.dtype),
@@ -131,11 +124,7 @@ def _backward_one(
         dsinks = (sink_probability(operands, lse) * (dl - delta)).sum(-1)
     dqk = ds * scores.softcap_slope * problem.scale
     return SequenceGradients(
-        dq=dqk @ k,
-        dk=sum_groups(problem, dqk.transpose(1, 2) @ q),
-        dv=sum_groups(problem, dv),
-        dbias=ds,
-        dsinks=dsinks,
+        dq=dqk @ k, dk=sum_groups(problem, dqk.transpose(1, 2) @ q), dv=sum_groups(problem, dv), dbias=ds, dsinks=dsinks
     )
 
 
@@ -239,7 +228,7 @@ def sum_groups(problem: AttentionProblem, per_query_head: Tensor) -> Tensor:
     return per_query_head.view(problem.num_kv_heads, problem.group_size, *per_query_head.shape[1:]).sum(1)
 
 
-def accumulate_broadcast(dbias: Tensor, part: Tensor, index: int) -> None:
+def _accumulate_broadcast(dbias: Tensor, part: Tensor, index: int) -> None:
     """Add one sequence's (heads, seqlen_q, seqlen_k) into dbias, summing over the dimensions broadcast along."""
     heads, rows, cols = dbias.shape[1:]
     for dim, size in enumerate((heads, rows, cols)):

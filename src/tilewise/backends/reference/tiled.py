@@ -22,8 +22,6 @@ from torch import Tensor
 
 from tilewise.masks import Band, Tile, TileGrid, TileKind
 
-__all__ = ["DEFAULT_GRID", "accumulator", "fa1", "fa2", "finite", "nonzero", "scores"]
-
 DEFAULT_GRID = TileGrid(128, 128)
 
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from tilewise.backends.reference.tiled import DEFAULT_GRID, accumulator, finite, nonzero, scores
 from tilewise.masks import Band, TileGrid
 
-__all__ = ["second_gradient", "tangent"]
-
 Three = tuple[Tensor, Tensor, Tensor]
 
 

@@ -34,6 +34,8 @@ class TritonBackend(GpuBackend):
     """Forward, backward, tangents, second derivatives and split-KV decode for dense, packed and paged problems."""
 
     name = "triton"
+    ignores_batch = "decoding splits keys after a fixed number of them"
+    finds_largest = "programs raise their head's with the maximum of their rows"
 
     def unavailable(self) -> str | None:
         """What is missing on this machine, if anything."""
@@ -108,16 +110,6 @@ class TritonBackend(GpuBackend):
         """How tile masks are read, for `explain()`."""
         del problem
         return "programs walk the tiles that the mask lists; bits are read in tiles that are visible in part"
-
-    def ignores_batch(self, problem: AttentionProblem) -> str:
-        """How results stay independent of the batch, for reports."""
-        del problem
-        return "decoding splits keys after a fixed number of them"
-
-    def finds_largest(self, problem: AttentionProblem) -> str:
-        """How the largest scores are found, for `explain()`."""
-        del problem
-        return "programs raise their head's with the maximum of their rows"
 
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Nothing: every sum has a fixed order."""

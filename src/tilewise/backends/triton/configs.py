@@ -136,9 +136,7 @@ SHORT_KEYS = 512
 Kind = Literal["few banded", "few", "window", "many", "listed"]
 _HOPPER_PLAIN: dict[Kind, Table] = {
     # Under a mask, one loop waits for memory once, and K and V behind one barrier once per tile.
-    "few banded": {
-        64: Config(64, 32, 4, 4, boxes=True, joined=True, paired=True, heads_per_wave=1),
-    },
+    "few banded": {64: Config(64, 32, 4, 4, boxes=True, joined=True, paired=True, heads_per_wave=1)},
     "few": {
         # The register limit lets four programs fit an SM. One head at a time beats 64.
         64: Config(64, 64, 4, 3, boxes=True, hold_queries=True, max_registers=128, heads_per_wave=1),
@@ -161,10 +159,7 @@ _HOPPER_PLAIN: dict[Kind, Table] = {
 # Plain scores under a tile mask. Queries stay in shared memory: at head_dim 64, results are wrong with queries held in
 # registers, which ptxas uses for something else.
 _HOPPER_LISTED: dict[Pass, Table] = {
-    "forward": {
-        64: Config(64, 128, 4, 2, boxes=True),
-        128: Config(64, 64, 4, 3, boxes=True),
-    },
+    "forward": {64: Config(64, 128, 4, 2, boxes=True), 128: Config(64, 64, 4, 3, boxes=True)},
     # A few heads at a time beat as many as fit L2 by an eighth, if the mask is causal.
     "dkdv": {
         # Beats two stages, a late dP, and twice the keys or queries.
@@ -195,27 +190,10 @@ _LARGE_SMEM: dict[Pass, Table] = {
         256: Config(32, 32, 8, 1),
         512: Config(16, 16, 8, 1),
     },
-    "dq": {
-        64: Config(128, 64, 8, 2),
-        128: Config(128, 32, 8, 2),
-        256: Config(32, 32, 8, 1),
-        512: Config(16, 16, 8, 1),
-    },
-    "tangent": {
-        64: Config(64, 64, 4, 2),
-        128: Config(64, 32, 8, 2),
-        256: Config(32, 32, 8, 1),
-    },
-    "twice_dkdv": {
-        64: Config(32, 64, 4, 2),
-        128: Config(32, 64, 8, 1),
-        256: Config(16, 32, 8, 1),
-    },
-    "twice_dq": {
-        64: Config(64, 32, 4, 2),
-        128: Config(32, 32, 8, 1),
-        256: Config(32, 16, 8, 1),
-    },
+    "dq": {64: Config(128, 64, 8, 2), 128: Config(128, 32, 8, 2), 256: Config(32, 32, 8, 1), 512: Config(16, 16, 8, 1)},
+    "tangent": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 8, 2), 256: Config(32, 32, 8, 1)},
+    "twice_dkdv": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 8, 1)},
+    "twice_dq": {64: Config(64, 32, 4, 2), 128: Config(32, 32, 8, 1), 256: Config(32, 16, 8, 1)},
 }
 
 _SMALL_SMEM: dict[Pass, Table] = {
@@ -225,33 +203,11 @@ _SMALL_SMEM: dict[Pass, Table] = {
         256: Config(64, 32, 8, 1),
         512: Config(16, 16, 4, 1),
     },
-    "dkdv": {
-        64: Config(64, 64, 4, 2),
-        128: Config(32, 64, 4, 1),
-        256: Config(16, 32, 4, 1),
-        512: Config(16, 16, 8, 1),
-    },
-    "dq": {
-        64: Config(64, 64, 4, 2),
-        128: Config(64, 32, 4, 1),
-        256: Config(32, 16, 4, 1),
-        512: Config(16, 16, 8, 1),
-    },
-    "tangent": {
-        64: Config(64, 32, 4, 2),
-        128: Config(64, 32, 8, 1),
-        256: Config(16, 32, 4, 1),
-    },
-    "twice_dkdv": {
-        64: Config(32, 64, 4, 1),
-        128: Config(16, 64, 8, 1),
-        256: Config(16, 16, 4, 1),
-    },
-    "twice_dq": {
-        64: Config(64, 32, 4, 1),
-        128: Config(32, 32, 8, 1),
-        256: Config(16, 16, 4, 1),
-    },
+    "dkdv": {64: Config(64, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(16, 32, 4, 1), 512: Config(16, 16, 8, 1)},
+    "dq": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 1), 256: Config(32, 16, 4, 1), 512: Config(16, 16, 8, 1)},
+    "tangent": {64: Config(64, 32, 4, 2), 128: Config(64, 32, 8, 1), 256: Config(16, 32, 4, 1)},
+    "twice_dkdv": {64: Config(32, 64, 4, 1), 128: Config(16, 64, 8, 1), 256: Config(16, 16, 4, 1)},
+    "twice_dq": {64: Config(64, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 4, 1)},
 }
 
 # Bias and mask tiles take registers and shared memory like another operand; dropout and softcap take registers; pages
@@ -263,33 +219,11 @@ _RICH: dict[Pass, Table] = {
         256: Config(64, 32, 8, 1),
         512: Config(16, 16, 4, 1),
     },
-    "dkdv": {
-        64: Config(32, 64, 4, 2),
-        128: Config(32, 64, 8, 1),
-        256: Config(16, 32, 8, 1),
-        512: Config(16, 16, 8, 1),
-    },
-    "dq": {
-        64: Config(64, 32, 4, 2),
-        128: Config(64, 32, 8, 1),
-        256: Config(32, 16, 8, 1),
-        512: Config(16, 16, 8, 1),
-    },
-    "tangent": {
-        64: Config(64, 32, 4, 1),
-        128: Config(32, 32, 8, 1),
-        256: Config(16, 32, 8, 1),
-    },
-    "twice_dkdv": {
-        64: Config(32, 32, 4, 1),
-        128: Config(16, 32, 8, 1),
-        256: Config(16, 16, 8, 1),
-    },
-    "twice_dq": {
-        64: Config(32, 32, 4, 1),
-        128: Config(32, 16, 8, 1),
-        256: Config(16, 16, 8, 1),
-    },
+    "dkdv": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 8, 1), 512: Config(16, 16, 8, 1)},
+    "dq": {64: Config(64, 32, 4, 2), 128: Config(64, 32, 8, 1), 256: Config(32, 16, 8, 1), 512: Config(16, 16, 8, 1)},
+    "tangent": {64: Config(64, 32, 4, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 32, 8, 1)},
+    "twice_dkdv": {64: Config(32, 32, 4, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 16, 8, 1)},
+    "twice_dq": {64: Config(32, 32, 4, 1), 128: Config(32, 16, 8, 1), 256: Config(16, 16, 8, 1)},
 }
 
 # fp32 products run on the ordinary units. Larger tiles spill, because the products are unrolled.
@@ -300,18 +234,8 @@ _SINGLE: dict[Pass, Table] = {
         256: Config(16, 32, 8, 1),
         512: Config(16, 16, 8, 1),
     },
-    "dkdv": {
-        64: Config(32, 32, 8, 1),
-        128: Config(16, 32, 8, 1),
-        256: Config(16, 16, 8, 1),
-        512: Config(16, 16, 8, 1),
-    },
-    "dq": {
-        64: Config(32, 32, 8, 1),
-        128: Config(32, 16, 8, 1),
-        256: Config(16, 16, 8, 1),
-        512: Config(16, 16, 8, 1),
-    },
+    "dkdv": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1), 256: Config(16, 16, 8, 1), 512: Config(16, 16, 8, 1)},
+    "dq": {64: Config(32, 32, 8, 1), 128: Config(32, 16, 8, 1), 256: Config(16, 16, 8, 1), 512: Config(16, 16, 8, 1)},
     "tangent": {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)},
     "twice_dkdv": {64: Config(16, 32, 8, 1), 128: Config(16, 16, 8, 1)},
     "twice_dq": {64: Config(32, 16, 8, 1), 128: Config(16, 16, 8, 1)},
@@ -325,14 +249,14 @@ _QUANTISED: dict[Pass, Table] = {
         128: Config(64, 32, 4, 2),
         256: Config(64, 32, 8, 2),
         512: Config(16, 32, 8, 1),
-    },
+    }
 }
 _QUANTISED_HOPPER: dict[Pass, Table] = {
     "forward": _QUANTISED["forward"]
     | {
         # Three stages beat two, and taller tiles.
-        128: Config(64, 64, 4, 3),
-    },
+        128: Config(64, 64, 4, 3)
+    }
 }
 
 # In decode block_m is a minimum: a tile has as many rows as a group has heads.

@@ -38,15 +38,7 @@ from tilewise.backends.triton.arguments import (
 from tilewise.backends.triton.configs import Config
 from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state, load_query_rows
 from tilewise.backends.triton.planning import Plan, Rows, of_rows, plan_for
-from tilewise.backends.triton.primitives import (
-    LN2,
-    LOG2E,
-    NEG_INF,
-    key_span,
-    page_base,
-    query_span,
-    score_terms,
-)
+from tilewise.backends.triton.primitives import LN2, LOG2E, NEG_INF, key_span, page_base, query_span, score_terms
 from tilewise.backends.triton.quantised import load_query_columns, scaling
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands

@@ -29,8 +29,6 @@ from tilewise.integrations.sglang.refusals import (
     refuse_runner,
 )
 
-__all__ = ["TilewiseAttnBackend"]
-
 
 class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
     """Prefill, chunked prefill, decoding and mixed steps over SGLang's plain KV pool."""

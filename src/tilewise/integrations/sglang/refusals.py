@@ -11,8 +11,6 @@ from tilewise.fp8.container import E4M3
 from tilewise.integrations.engines import DTYPES
 from tilewise.problem import MAX_HEAD_DIM
 
-__all__ = ["refuse_batch", "refuse_captured_mode", "refuse_layer", "refuse_others", "refuse_pool", "refuse_runner"]
-
 MODES = ("DECODE", "EXTEND", "IDLE", "MIXED")
 LAYOUTS = ("nhd", "hnd")
 

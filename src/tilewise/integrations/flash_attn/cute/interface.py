@@ -20,15 +20,7 @@ from tilewise.fp8.container import E4M3
 from tilewise.integrations import flash
 from tilewise.integrations import flash_attn_interface as fa3
 from tilewise.integrations.flash import Descales
-from tilewise.integrations.translation import (
-    FLASH_NAMES,
-    UNBOUNDED,
-    Window,
-    length,
-    number_of,
-    require_tensors,
-    worded,
-)
+from tilewise.integrations.translation import FLASH_NAMES, UNBOUNDED, Window, length, number_of, require_tensors, worded
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 
