@@ -661,7 +661,8 @@ def _check_length(name: str, length: Any, *, least: int = 0) -> None:
 def _check_parts(mask: TileMask) -> None:
     """Kernels read the bits that the map names, so an index past them would read other memory."""
     fix = "Use tile_mask or a class method of TileMask, such as TileMask.from_dense."
-    for name, part in (("tiles", mask.tiles), ("bits", mask.bits)):
+    parts: dict[str, Any] = {"tiles": mask.tiles, "bits": mask.bits}
+    for name, part in parts.items():
         if not isinstance(part, Tensor) or part.dtype != torch.int32:
             got = part.dtype if isinstance(part, Tensor) else type(part).__name__
             raise InvalidProblem(f"TileMask.{name}", "an int32 tensor", got, fix)

@@ -74,7 +74,7 @@ def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Seq
 def _write_encoded(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Sequence[Tensor], slots: Tensor) -> None:
     """int8 with torch operations only. A scale is written like a row of one element."""
     (k, k_scale), (v, v_scale) = map(encode_rows, new)
-    write_rows(k, v, *pages, slots)
+    write_rows(k, v, pages[0], pages[1], slots)
     k_scales, v_scales = (scale.transpose(1, 2)[..., None] for scale in scales)
     write_rows(k_scale[..., None], v_scale[..., None], k_scales, v_scales, slots)
 

@@ -90,7 +90,7 @@ def _entry(name: str, *types: Any) -> Callable[..., int] | None:
 class TensorMap:
     """A tensor map without its address: the box is what one copy moves."""
 
-    __slots__ = ("_arguments", "_encode", "_head", "_is_small")
+    __slots__ = ("_encode", "_head", "_is_small", "_numbers", "_tail")
 
     def __init__(self, tile: Tile, meta: Any) -> None:
         """From a tile and the compiler's description of it. The driver lists dimensions from last to first."""
@@ -99,17 +99,17 @@ class TensorMap:
         self._is_small = last * dtype.itemsize + 1 < SMALL_BYTES
         sizes, counts = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
         strides = [dtype.itemsize * stride for stride in tile.strides[-2::-1]]
-        numbers = sizes(*tile.shape[::-1]), sizes(*strides), counts(*meta["block_size"][::-1]), counts(*[1] * rank)
         self._head = ELEMENTS[dtype], rank
-        self._arguments = (*numbers, NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
+        self._numbers = sizes(*tile.shape[::-1]), sizes(*strides), counts(*meta["block_size"][::-1])
+        self._tail = counts(*[1] * rank), NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS
         self._encode = _entry("cuTensorMapEncodeTiled", *ENCODE_TYPES)
 
     def write(self, place: int, address: int) -> None:
         """Write the map of a tensor at `address` to `place`, a multiple of MAP_ALIGNMENT."""
         assert self._encode is not None
-        error = self._encode(place, *self._head, address, *self._arguments)
+        error = self._encode(place, *self._head, address, *self._numbers, *self._tail)
         if error:
-            shape, strides, box = map(list, self._arguments[:3])
+            shape, strides, box = (list(numbers) for numbers in self._numbers)
             what = f"shape {shape}, strides {strides} and box {box}"
             raise RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address} with {what}")
         if self._is_small and _driver_version() <= LAST_WITH_SMALL_BIT:
@@ -138,7 +138,8 @@ class Launch:
 
     def __init__(self, call: KernelCall, device: DeviceSpec | None, index: int) -> None:
         """For device `index`, which is current; a device that is None stands for Triton's interpreter."""
-        self.call, self.compiled, self.is_direct = call, None, False
+        self.call, self.is_direct = call, False
+        self.compiled: Any = None
         _alive().add(self)
         if device is None:
             return
