@@ -457,6 +457,9 @@ NEIGHBOURS = {
     "paged": dataclasses.replace(
         PLAIN, kind="paged", seqlens_q=(1, 1, 1), seqlens_k=(70, 30, 130), page_size=16, grad_of=()
     ),
+    "paged, int8": dataclasses.replace(
+        PLAIN, kind="paged", seqlens_q=(3, 1, 9), seqlens_k=(70, 30, 130), page_size=16, fp8="int8"
+    ),
 }
 
 

@@ -46,7 +46,7 @@ TRAIN_STEPS, TRAIN_BATCH, TRAIN_TOKENS, LEARNING_RATE = 60, 8, 96, 3e-3
 
 
 class Recipe(NamedTuple):
-    """How q, k and v are stored. Granularities "page" and "token" are those of caches, beside q in fp16."""
+    """How q, k and v are stored. Granularities "page" and "token" are those of caches, attended by q in fp16."""
 
     dtype: str
     granularity: str = ""

@@ -112,6 +112,7 @@ def padded_cases() -> list[Case]:
     decode = Case(kind="paged", decode=True, seqlens_q=(1,) * 3, seqlens_k=(65, 0, 130), page_size=16, grad_of=())
     sliced = Case(strides="sliced", causal=True, deterministic=True)
     every += [dataclasses.replace(case, mask="b1qk", tiles=True) for case in (varlen, paged)]
+    every += [dataclasses.replace(case, fp8="int8", dtype=torch.bfloat16) for case in (paged, decode)]
     return [*every, decode, sliced, dataclasses.replace(sliced, strides="strided_last")]
 
 
@@ -150,6 +151,7 @@ def written_cases() -> list[Case]:
         "paged": dataclasses.replace(paged, dtype=bf16),
         "paged_decode": dataclasses.replace(decode, dtype=bf16),
         "paged_decode_fp8": dataclasses.replace(decode, dtype=bf16, fp8="kv"),
+        "paged_decode_int8": dataclasses.replace(decode, dtype=bf16, fp8="int8"),
         "paged_decode_fp32": decode,
         "fp8": dataclasses.replace(dense, dtype=bf16, fp8="head"),
         "fp8_odd": dataclasses.replace(dense, dtype=bf16, fp8="head", head_dim=33, head_dim_v=15),
@@ -188,6 +190,7 @@ def largest_cases() -> list[Case]:
         "decode": dataclasses.replace(decode, num_heads=8),
         "decode_sinks": dataclasses.replace(decode, dtype=bf16, sinks=True),
         "decode_fp8": dataclasses.replace(decode, dtype=bf16, fp8="kv", sinks=True),
+        "decode_int8": dataclasses.replace(decode, dtype=bf16, fp8="int8", sinks=True),
         "fp8": dataclasses.replace(dense, dtype=bf16, fp8="head", causal=True),
         "no_keys": dataclasses.replace(dense, seqlens_k=(0,) * 2, sinks=True),
         "no_queries": dataclasses.replace(dense, seqlens_q=(0,) * 2),
@@ -239,6 +242,8 @@ def latent_cases() -> list[Case]:
         "fp8_decode": dataclasses.replace(decode, fp8="kv"),
         "fp8_several_tokens": dataclasses.replace(several, fp8="kv"),
         "fp8_dense_heads": dataclasses.replace(dense, fp8="head"),
+        "int8_decode": dataclasses.replace(decode, fp8="int8"),
+        "int8_several_tokens": dataclasses.replace(several, fp8="int8"),
     }
     return [dataclasses.replace(case, label=f"latent_{label}") for label, case in named.items()]
 
