@@ -89,7 +89,7 @@ def typed(call: KernelCall) -> tuple[Types, list[Any]]:
 def type_name(argument: Any) -> str:
     """The type of one argument as the compiler spells it."""
     kind = argument.__class__
-    if kind is float:
+    if isinstance(argument, float):
         return "fp32"
     if kind is Address:
         return "*" + TYPE_NAMES[argument.dtype]
