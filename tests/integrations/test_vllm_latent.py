@@ -159,7 +159,7 @@ def test_what_vllm_asks_before(classes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"indexer": object()}, "attends to all keys"),
+        ({"indexer": "an indexer"}, "attends to all keys"),
         ({"sliding_window": 128}, "latent attention with sliding_window"),
         ({"logits_soft_cap": 30.0}, "latent attention with logits_soft_cap"),
         ({"attn_type": "encoder"}, "latent attention with an encoder"),
