@@ -110,7 +110,6 @@ class PagedKVCache:
         with torch.inference_mode(False):
             self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
             self.v = self.k[..., :width_v] if latent else torch.empty((*shape, width_v), dtype=dtype, device=device)
-            self._stored = (self.k,) if latent else (self.k, self.v)
             if dtype == torch.float8_e4m3fn:
                 self._scales = tuple(new_scales(num_layers, shape[1], num_kv_heads, self.device) for _ in self._stored)
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
@@ -128,6 +127,11 @@ class PagedKVCache:
         sizes = f"{pages} pages of {page_size} tokens, {layers} layers of {heads} x {columns}"
         held = f"{self.book.num_requests} requests hold {self.book.pages.held} pages"
         return f"<PagedKVCache: {sizes}, {self.k.dtype} on {self.device}; {held}>"
+
+    @property
+    def _stored(self) -> tuple[Tensor, ...]:
+        """The tensors that have memory of their own."""
+        return (self.k,) if self.latent else (self.k, self.v)
 
     # Requests
 
