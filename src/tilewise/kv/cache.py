@@ -113,7 +113,6 @@ class PagedKVCache:
         with torch.inference_mode(False):
             self.k = torch.empty((*shape, head_dim), dtype=dtype, device=device)
             self.v = self.k[..., :width_v] if latent else torch.empty((*shape, width_v), dtype=dtype, device=device)
-            self._stored = (self.k,) if latent else (self.k, self.v)
             if dtype in (torch.float8_e4m3fn, torch.int8):
                 rows = self.book.page_size if dtype == torch.int8 else None
                 self._scales = tuple(
@@ -134,6 +133,11 @@ class PagedKVCache:
         sizes = f"{pages} pages of {page_size} tokens, {layers} layers of {heads} x {columns}"
         held = f"{self.book.num_requests} requests hold {self.book.pages.held} pages"
         return f"<PagedKVCache: {sizes}, {self.k.dtype} on {self.device}; {held}>"
+
+    @property
+    def _stored(self) -> tuple[Tensor, ...]:
+        """The tensors that have memory of their own."""
+        return (self.k,) if self.latent else (self.k, self.v)
 
     # Requests
 
