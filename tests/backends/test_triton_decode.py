@@ -146,6 +146,21 @@ def test_interpreted_int8_scales_may_differ_from_token_to_token(
 
 
 @only_interpreted
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
+def test_interpreted_a_large_value_outside_the_window_changes_nothing(codes: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, 16, 1, 64)
+    y.view(128, 64)[3] *= 1e12
+    k, v = (fp8.quantize_pages(t, dtype=codes) for t in (x, y))
+    table, lengths = torch.arange(8, dtype=torch.int32)[None], torch.tensor([40], dtype=torch.int32)
+    q = torch.randn(1, 2, 64).to(BF16)
+    exact = (q.double(), k.dequantize().double(), v.dequantize().double(), table, lengths)
+    expected = tw.attention_paged(*exact, window=(20, 0), backend="reference")
+    out = tw.attention_paged(q, k, v, table, lengths, window=(20, 0), backend="triton")
+    assert float((out.double() - expected).abs().max() / expected.abs().max()) < 2.0**-6
+
+
+@only_interpreted
 @pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=pytest.mark.exhaustive)])
 def test_interpreted_scales_of_unread_tokens_change_nothing(page_size: int) -> None:
     torch.manual_seed(0)

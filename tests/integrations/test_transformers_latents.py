@@ -224,6 +224,43 @@ def test_refusals() -> None:
         absorb(build(llama()))
     with pytest.raises(tw.Unsupported, match="latents of 608 columns, 600 of them values"):
         absorb(model_of(kv_lora_rank=600))
+    with pytest.raises(tw.InvalidProblem, match="a model of transformers"):
+        absorb(None)  # type: ignore[arg-type]
+    config = config_of("DeepseekV3Config")
+    for wrong in (0, 4.5):
+        with pytest.raises(tw.InvalidProblem, match="max_cache_len"):
+            latent_cache(config, wrong)  # type: ignore[arg-type]
+    with pytest.raises(tw.InvalidProblem, match=r"Pass model\.config"):
+        latent_cache(model_of(), 40)
+    with pytest.raises(tw.Unsupported, match="latent_cache has no gradients"):
+        model_of()(tokens(1, 5), past_key_values=latent_cache(config, 40))
+
+
+def test_another_expansion_is_refused() -> None:
+    """Of a class, and of one layer, which then keeps it under every attention."""
+    model = model_of()
+    attention = model.model.layers[0].self_attn
+
+    class Doubled(type(attention)):  # type: ignore[misc]
+        def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+            key, value = super().expand_kv(kv_nope, k_rot)
+            return key, 2 * value
+
+    attention.__class__ = Doubled
+    with pytest.raises(tw.Unsupported, match="does not give the products"):
+        absorb(model)
+    model = model_of()
+    attention = model.model.layers[0].self_attn
+    plain = attention.expand_kv
+
+    def patched(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = plain(kv_nope, k_rot)
+        return key, 2 * value
+
+    attention.expand_kv = patched
+    with pytest.raises(tw.Unsupported, match="its expand_kv was replaced"):
+        absorb(model)
+    assert torch.equal(generate(model, NAME)[0], generate(model, "eager")[0])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("psutil") is None, reason="needs psutil")

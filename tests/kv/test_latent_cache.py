@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -147,6 +148,18 @@ def test_refusals() -> None:
     cache.step([cache.add([1, 2])])
     with pytest.raises(tw.InvalidProblem, match=r"k: expected shape \(2, 1, 16\)"):
         cache.append(rows(2, VALUES + ROTARY, 1), rows(2, VALUES, 2))
+
+
+def test_a_pickled_cache_still_has_one_row_a_token() -> None:
+    caches = [make(torch.float32)]
+    request = caches[0].add(list(range(6)))
+    caches.append(pickle.loads(pickle.dumps(caches[0])))
+    for cache in caches:
+        cache.step([request])
+        cache.append(rows(6, ROTARY, 1), rows(6, VALUES, 2))
+    query = rows(6, VALUES + ROTARY, 0)
+    assert torch.equal(caches[0].attention(query), caches[1].attention(query))
+    assert caches[1].k.data_ptr() == caches[1].v.data_ptr()
 
 
 def test_int8_is_refused() -> None:

@@ -364,6 +364,27 @@ def test_memory_of_pages() -> None:
             append_rotated(**(given | own | {"q": q, "k": k} | {name: wrong}), out=q)
 
 
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
+def test_memory_of_scales_that_are_written(codes: torch.dtype) -> None:
+    given = inputs(total=6)
+    shape = (PAGES, KV_HEADS, PAGE_SIZE) if codes == torch.int8 else (PAGES, KV_HEADS)
+    for name in ("k_pages", "v_pages"):
+        given[name] = torch.zeros(given[name].shape, dtype=codes)
+    k_scale, v_scale = torch.ones(2, *shape)
+    append_rotated(**given, k_scale=k_scale, v_scale=v_scale)
+    with pytest.raises(tw.InvalidProblem, match="k_scale: expected memory that does not overlap v_scale"):
+        append_rotated(**given, k_scale=k_scale, v_scale=k_scale)
+    out = torch.empty(given["q"].numel() + k_scale.numel())
+    scales = {"k_scale": out[: k_scale.numel()].view(shape), "v_scale": v_scale}
+    with pytest.raises(tw.InvalidProblem, match="k_scale: expected memory that does not overlap out"):
+        append_rotated(**given, **scales, out=out[: given["q"].numel()].view_as(given["q"]))
+    for name in ("k_pages", "v_scale"):
+        changed = given | {"k_scale": k_scale, "v_scale": v_scale}
+        changed[name] = torch._neg_view(changed[name])
+        with pytest.raises(tw.InvalidProblem, match=f"{name}: expected memory as it is, got a negated view"):
+            append_rotated(**changed)
+
+
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_negated_views(e4m3: bool) -> None:
     """What `x.conj().imag` is: the memory holds the negative of the values."""

@@ -193,7 +193,7 @@ def _check_scale(tensor: Fp8Tensor, heads: int, length: int) -> None:
     outer = tensor.scale.shape[0] if tensor.layout == "packed" else tensor.shape[0]
     expected = (outer, heads, tensor.scale.shape[-1] if tensor.layout == "packed" and tensor.block else blocks)
     if tensor.scale.dim() != 3 or tuple(tensor.scale.shape) != expected:
-        fix = "Scales belong to the tensor they were computed for; make both with tilewise.fp8.quantize."
+        fix = "Scales belong to the tensor they were computed for; make both with fp8.quantize or fp8.quantize_pages."
         raise InvalidProblem("Fp8Tensor.scale", f"shape {expected}", tuple(tensor.scale.shape), fix)
     if tensor.scale.device != tensor.data.device:
         fix = "Move the container with .to(device), which moves both."

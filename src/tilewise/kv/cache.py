@@ -134,6 +134,11 @@ class PagedKVCache:
         held = f"{self.book.num_requests} requests hold {self.book.pages.held} pages"
         return f"<PagedKVCache: {sizes}, {self.k.dtype} on {self.device}; {held}>"
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.latent:  # pickle gives every tensor memory of its own
+            self.v = self.k[..., : self.v.shape[-1]]
+
     @property
     def _stored(self) -> tuple[Tensor, ...]:
         """The tensors that have memory of their own."""

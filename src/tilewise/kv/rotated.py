@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -52,13 +53,14 @@ def rotary_table(
             "rotary_dim", "an even number from 2 on", repr(rotary_dim), "Channels are rotated in pairs."
         )
     given: Any = base
-    if not isinstance(given, (int, float)) or isinstance(given, bool) or not 0 < given < math.inf:
+    number = float(given) if isinstance(given, Real) and not isinstance(given, bool) else math.nan
+    if not 0 < number < math.inf:
         raise InvalidProblem("base", "a positive number", repr(base), "Pass the model's rope_theta.")
     if dtype not in DTYPES:
         expected = " or ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise InvalidProblem("dtype", expected, dtype, "Kernels read cosines and sines in these.")
     pairs = torch.arange(0, columns, 2, dtype=torch.float64, device="cpu")
-    angle = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None] * float(base) ** (-pairs / columns)
+    angle = torch.arange(rows, dtype=torch.float64, device="cpu")[:, None] * number ** (-pairs / columns)
     return torch.cat((angle.cos(), angle.sin()), -1).to(device=device, dtype=dtype)
 
 
@@ -120,7 +122,8 @@ def append_rotated(
             check_memory(step, in_place=in_place)
         backend = _backend(q.device.type) if plain and _takes(step) else None
         if backend is not None:
-            backend.append_rotated(_packed(step), interleaved=interleaved, norm_eps=norm_eps, in_place=in_place)
+            eps = None if norm_eps is None else float(norm_eps)
+            backend.append_rotated(_packed(step), interleaved=interleaved, norm_eps=eps, in_place=in_place)
         else:
             _append(step, interleaved, norm_eps, on_host=plain and q.device.type == "cpu")
     return made

@@ -226,6 +226,25 @@ def check_pages(step: Step) -> None:
                 _check_apart(name, pages, operand, given, "Copy the operand: its rows may be overwritten first.")
     if pools[0] == pools[1]:
         _check_apart("k_pages", step.k_pages, "v_pages", step.v_pages, fix)
+    if step.k_scale is not None:
+        for name in ("k_pages", "v_pages", "k_scale", "v_scale"):
+            if getattr(step, name).is_neg():
+                raise InvalidProblem(name, "memory as it is", "a negated view", "Pass the tensor itself.")
+        if step.k_scale.dim() > 1:
+            _check_written_scales(step)
+
+
+def _check_written_scales(step: Step) -> None:
+    """Scales that are written have memory of their own."""
+    written: dict[str, Any] = {"k_scale": step.k_scale, "v_scale": step.v_scale}
+    for name, scales in written.items():
+        for other in ("q", "k", "v", "out", "k_pages", "v_pages", "cos_sin", *({"k_scale", "v_scale"} - {name})):
+            first, second = sorted((scales, getattr(step, other)), key=Tensor.data_ptr)
+            if extent(second) and second.data_ptr() - first.data_ptr() < extent(first):
+                got = "addresses that both have"
+                raise InvalidProblem(
+                    name, f"memory that does not overlap {other}", got, "Allocate scales by themselves."
+                )
 
 
 def _check_apart(name: str, one: Tensor, other_name: str, other: Tensor, fix: str) -> None:

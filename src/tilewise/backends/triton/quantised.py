@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.primitives import dot, dot_add, head_base, load_keys, page_base
+from tilewise.backends.triton.primitives import NEG_INF, dot, dot_add, head_base, load_keys, page_base
 
 # The range of fp16 above 1, also as a float's exponent bits.
 HEADROOM = tl.constexpr(16384.0)
@@ -252,18 +252,20 @@ def larger_of_each(score, scale, other_score, other_scale):
 
 @triton.jit
 def row_tops(scores, scales, T: tl.constexpr):
-    """(the largest score of each row, scales): scales of single keys become (scales, the largest of them (rows,)).
+    """(the largest score of each row, scales): scales of single keys become (scales, the largest that a row sees
+    (rows,)). A large value that a row does not see must not push the others below fp16's range.
 
     One reduction serves both: the warps of a decode tile share its keys, so each reduction costs two barriers.
     """
     if not T.HALF or len(scales.shape) == 0:
         return tl.max(scores, 1), scales
-    elif T.INTERPRETED:
-        return tl.max(scores, 1), (scales, tl.max(tl.abs(scales), 1) + tl.zeros([scores.shape[0]], tl.float32))
     else:
-        sizes = tl.broadcast_to(tl.abs(scales), scores.shape)
-        tops, scale_tops = tl.reduce((scores, sizes), 1, larger_of_each)
-        return tops, (scales, scale_tops)
+        sizes = tl.where(scores == NEG_INF, 0.0, tl.abs(scales))
+        if T.INTERPRETED:
+            return tl.max(scores, 1), (scales, tl.max(sizes, 1))
+        else:
+            tops, scale_tops = tl.reduce((scores, sizes), 1, larger_of_each)
+            return tops, (scales, scale_tops)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilewise.errors import Unsupported
+from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.cache import latent_of
 from tilewise.integrations.transformers.forward import attention_forward
 from tilewise.integrations.transformers.routing import NAMES
@@ -35,6 +35,8 @@ def absorb(model: nn.Module) -> int:
     each step puts their two parts together. A model without such layers is refused, and so are projections that are
     not plain `nn.Linear`s (quantised ones, adapters).
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidProblem("model", "a model of transformers", type(model).__name__, "Load one, then absorb it.")
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "expand_kv")]
     if not layers:
         raise Unsupported(f"{type(model).__name__} has no layer with latents (a method expand_kv): nothing to absorb")
@@ -51,14 +53,25 @@ def latent_cache(config: Any, max_cache_len: int) -> Any:
     """A `StaticCache` that stores both parts of a latent in one row, where `absorb` reads them in place. Layers of
     another kind (linear attention) are the model's own.
     """
-    from transformers import StaticCache
+    from transformers import PretrainedConfig, StaticCache
     from transformers.cache_utils import StaticLayer
+
+    if not isinstance(config, PretrainedConfig):
+        raise InvalidProblem("config", "the model's config", type(config).__name__, "Pass model.config.")
+    tokens: Any = max_cache_len
+    if not isinstance(tokens, int) or tokens < 1:
+        raise InvalidProblem("max_cache_len", "a whole number from 1 on", repr(max_cache_len), "Pass the most tokens.")
 
     class LatentLayer(StaticLayer):  # type: ignore[misc]
         """A layer whose keys and values are columns of the same rows."""
 
         # Compiled graphs copy the rows, so `generate` need not compile.
         is_compileable = False
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+                raise Unsupported("latent_cache has no gradients: call the model under torch.no_grad()")
+            return super().update(key_states, value_states, *args, **kwargs)
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             super().lazy_initialization(key_states, value_states)
@@ -76,7 +89,7 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """`attention_forward`. `key` of an absorbed layer are latents, which are attended to or expanded here."""
-    if "expand_kv" not in vars(module):
+    if not _is_absorbed(module):
         return attention_forward(module, query, key, value, attention_mask, **kwargs)
     layer: Any = module
     rank = layer.kv_lora_rank
@@ -112,8 +125,15 @@ def _pays(layer: Any, queries: int, keys: int) -> bool:
     return bool(absorbed < keys * rank * heads + queries * keys * (heads + rotary))
 
 
+def _is_absorbed(layer: nn.Module) -> bool:
+    own = vars(layer).get("expand_kv")
+    return isinstance(own, functools.partial) and own.func is _latents
+
+
 def _is_plain(linear: Any) -> bool:
     """Whether a projection is its weight and nothing else: no adapter, quantised weight, hook or sharding."""
+    if torch.nn.modules.module._has_any_global_hook():  # noqa: SLF001
+        return False
     if type(linear) is not nn.Linear or linear.bias is not None or "forward" in vars(linear):
         return False
     hooked = linear._forward_hooks or linear._forward_pre_hooks  # noqa: SLF001
@@ -124,9 +144,31 @@ def _why_not(layer: Any) -> str | None:
     """The reason against absorbing a layer."""
     if list(inspect.signature(type(layer).expand_kv).parameters) != ["self", "kv_nope", "k_rot"]:
         return "its expand_kv takes other arguments than (kv_nope, k_rot)"
+    if "expand_kv" in vars(layer) and not _is_absorbed(layer):
+        return "its expand_kv was replaced"
     if not _is_plain(layer.kv_b_proj):
-        return "kv_b_proj is not a plain nn.Linear without bias"
+        return "kv_b_proj is not a plain nn.Linear without bias, or modules have global hooks"
+    if layer.kv_b_proj.weight.is_meta:
+        return "its weights are not loaded"
     rank, width = layer.kv_lora_rank, layer.kv_lora_rank + layer.qk_rope_head_dim
     if rank > MAX_HEAD_DIM_V or width > MAX_HEAD_DIM:
         return f"latents of {width} columns, {rank} of them values: at most {MAX_HEAD_DIM} and {MAX_HEAD_DIM_V}"
-    return None
+    return None if _expands_by_weight(layer) else "its expand_kv does not give the products with kv_b_proj's weight"
+
+
+@torch.no_grad()
+def _expands_by_weight(layer: Any) -> bool:
+    """Whether a layer's own expansion of a latent is what the absorbed form assumes."""
+    weight, rank = layer.kv_b_proj.weight, layer.kv_lora_rank
+    latent = torch.linspace(-1.0, 1.0, rank, dtype=weight.dtype, device=weight.device).expand(1, 1, 1, rank)
+    rotated = latent.new_ones((1, 1, 1, layer.qk_rope_head_dim))
+    key, value = type(layer).expand_kv(layer, latent, rotated)
+    both = (
+        nn.functional.linear(latent, weight).view(1, 1, -1, layer.qk_nope_head_dim + layer.v_head_dim).transpose(1, 2)
+    )
+    unrotated, values = both.split((layer.qk_nope_head_dim, layer.v_head_dim), -1)
+    keys = torch.cat((unrotated, rotated.expand(*unrotated.shape[:-1], -1)), -1)
+    return all(
+        given.shape == wanted.shape and torch.allclose(given, wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
+        for given, wanted in ((key, keys), (value, values))
+    )
