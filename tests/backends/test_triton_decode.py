@@ -13,7 +13,6 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ quantised = pytest.importorskip("tilewise.backends.triton.quantised")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
+releases = pytest.importorskip("tilewise.backends.gpu.releases")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -309,8 +309,8 @@ def assembled(ptx: str) -> tuple[int, int]:
     """(registers, bytes spilled) as ptxas says, whose log Triton keeps to itself."""
     found = re.search(r"\.target (sm_\w+)", ptx)
     assert found is not None
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    command = [str(path), "-v", f"--gpu-name={found[1]}", "-", "-o", "/dev/null"]
+    ptxas = releases.ptxas(int(found[1].removeprefix("sm_").rstrip("a")))
+    command = [ptxas, "-v", f"--gpu-name={found[1]}", "-", "-o", "/dev/null"]
     log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
     return int(re.findall(r"Used (\d+) registers", log)[0]), sum(map(int, re.findall(r"(\d+) bytes spill", log)))
 
