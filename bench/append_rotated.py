@@ -1,4 +1,4 @@
-"""`kv.append_rotated` beside separate torch operations: RMSNorm and rotation of q and k, k and v into pages.
+"""`kv.append_rotated` against separate torch operations: RMSNorm and rotation of q and k, k and v into pages.
 
     python bench/append_rotated.py [--device cpu|cuda] [--rows 64,8192] [--output FILE]
 

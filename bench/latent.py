@@ -1,4 +1,4 @@
-"""Decoding from a cache of latents (576 columns, of which 512 are the values), beside FlashMLA and FA3.
+"""Decoding from a cache of latents (576 columns, of which 512 are the values), against FlashMLA and FA3.
 
     python bench/latent.py [--backends hopper triton "triton e4m3"] [--quick] [--tiles] [--output FILE]
 
@@ -9,8 +9,8 @@ rounds are reported, in a CUDA graph and call by call.
 
     us      time of a call        GB/s    bytes of the latents in that time        TFLOP/s    both products in that time
 
---tiles times other tiles of the Triton kernel. On a machine without a GPU, the CPU backend runs beside torch's SDPA on
-expanded keys, and beside the two products of the same shapes by torch.matmul.
+--tiles times other tiles of the Triton kernel. Without a GPU, the CPU backend is compared with torch's SDPA on expanded
+keys, and with the two products of the same shapes by torch.matmul.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tilewise.bench.machine import machine, versions
 WIDTH, WIDTH_V, PAGE = 576, 512, 64
 SCALE = 192**-0.5
 ROUNDS, CALLS = 7, 20
-# Of bf16 results beside fp64: the root mean square of the error in that of the result.
+# Of bf16 results against fp64: the root mean square of the error, as a part of that of the result.
 TOLERANCE = 5e-3
 Run = Callable[[], Any]
 
@@ -301,7 +301,7 @@ def fastest(run: Run) -> float:
 
 
 def measure_cpu(case: Case, dtype: torch.dtype) -> dict[str, Any]:
-    """The CPU backend beside torch."""
+    """The CPU backend, compared with torch."""
     q = torch.randn(case.batch, case.heads, case.tokens, WIDTH).to(dtype)
     latent = torch.randn(case.batch, 1, case.keys, WIDTH).to(dtype)
     k, v = (t.expand(-1, case.heads, -1, -1) for t in (latent, pad(latent[..., :WIDTH_V], (0, WIDTH - WIDTH_V))))

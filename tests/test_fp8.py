@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -302,6 +303,9 @@ def test_gradients_through_fp8_are_refused_with_the_reason() -> None:
         tw.attention(q, k, v)
     with torch.no_grad():
         tw.attention(q, k, v, backend="reference")
+    learned = k.scale.clone().requires_grad_()
+    with pytest.raises(InvalidProblem, match=r"pass scale\.detach\(\)"):
+        dataclasses.replace(k, scale=learned)
 
 
 def test_nan_reaches_the_rows_that_see_it_and_no_others() -> None:

@@ -140,11 +140,11 @@ def forward_choices(problem: AttentionProblem) -> Choices:
 def backward_choices(problem: AttentionProblem) -> Choices:
     """Of a backward."""
     config = configs.backward_config(problem)
-    beside, anew = ("AHEAD", "STATS_AHEAD"), ("ANEW_KV", "ANEW_DQ")
+    beside, rebuilt = ("AHEAD", "STATS_AHEAD"), ("REBUILD_KV", "REBUILD_DQ")
     return {
         "tile": f"{config.BLOCK_M} queries, {config.D}+{config.D_REST}, {config.DV}+{config.DV_REST}",
         "beside": " ".join(name for name in beside if getattr(config, name)) or "nothing",
-        "descriptors": " ".join(name for name in anew if getattr(config, name)) or "kept",
+        "descriptors": " ".join(name for name in rebuilt if getattr(config, name)) or "kept",
         "last waves": f"{config.ENDING} as one",
         "order": "fixed" if config.FIXED_POINT else "any",
         "key tiles": "whole" if config.EVEN_K else "cut",

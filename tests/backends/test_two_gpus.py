@@ -133,7 +133,7 @@ def shared_prefix_at(gpu: Any, memory: list[Tensor], index: int) -> tuple[Any, t
     q, _, table, lengths, prefix, keys, starts, out, lse = there
     first: Any = gpu.bind_forward(own, given, want_lse=True)
     attend: Any = TRITON.bind_prefixes(groups, shared, len(q), None, out, lse)
-    compilation._compiled.cache_clear()  # the kernels of a pass may be forgotten, and are loaded anew
+    compilation._compiled.cache_clear()  # the kernels of a pass may be forgotten, and are loaded again
     both: Any = TRITON.bind_after(first, attend, 7, ("lse",), own)
     tensors = (*given[:7], prefix, keys, starts, None, table, lengths)
     return both, tensors

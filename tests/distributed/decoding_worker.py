@@ -1,4 +1,4 @@
-"""What every rank runs for decoding from pages that are dealt out: beside one device with all pages."""
+"""What every rank runs for decoding from pages that are dealt out, compared with one device that has all pages."""
 
 from __future__ import annotations
 

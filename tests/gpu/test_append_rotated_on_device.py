@@ -1,4 +1,4 @@
-"""`kv.append_rotated` on a real GPU: beside fp64, in place, in graphs, without waiting, and in e4m3 pages."""
+"""`kv.append_rotated` on a real GPU: against fp64, in place, in graphs, without waiting, and in e4m3 pages."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ SHAPES = {
 @pytest.mark.parametrize("total", [1, 64, 2500])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_beside_fp64(shape: str, interleaved: bool, total: int) -> None:
+def test_against_fp64(shape: str, interleaved: bool, total: int) -> None:
     dim = SHAPES[shape][2]
     weights = {f"{n}_weight": torch.rand(dim, device="cuda") + 0.5 for n in ("q", "k")}
     for dtype, page_dtype, options in (

@@ -61,7 +61,7 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ..
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_backwards_in_a_row_beside_other_processes(shape: tuple[int, int, int, int]) -> None:
-    """Statistics of the last replay are those of another dout, so that one which is not written anew is seen."""
+    """Statistics of the last replay are those of another dout, so that one which is not written again is seen."""
     batch, heads, seqlen, dim = shape
     q, k, v = (torch.randn(batch, heads, seqlen, dim, device="cuda").bfloat16().requires_grad_() for _ in range(3))
     douts = [torch.randn_like(q).detach() for _ in range(2)]

@@ -147,7 +147,7 @@ def _made(runner: Any) -> Any:
 
 
 def live(engine: Engine, **flags: Any) -> None:
-    """Prompts, a chunk beside decoding, decoding over page borders, and a request that starts later."""
+    """Prompts, a chunk together with decoding, decoding over page borders, and a request that starts later."""
     kwargs = {"sinks": flags["sinks"]} if "sinks" in flags else {}
     engine.step(ForwardMode.EXTEND, [1, 5, 2], [19, 1, 8], **kwargs)
     engine.check(**flags)

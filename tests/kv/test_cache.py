@@ -17,7 +17,7 @@ Rows = tuple[Tensor, Tensor]
 
 
 class Shadow:
-    """A cache beside the rows it should hold: K and V are functions of a token and all tokens before it. Keys of
+    """A cache, and the rows it should hold: K and V are functions of a token and all tokens before it. Keys of
     latents are the columns of V and those of K.
     """
 

@@ -1,4 +1,4 @@
-"""`kv.append_rotated` beside a definition in complex numbers: every option, odd memory, and what is refused."""
+"""`kv.append_rotated` compared with a definition in complex numbers: every option, odd memory, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of `kv.append_rotated` beside its definition, in Triton's interpreter, and compiled without a GPU.
+"""The Triton kernel of `kv.append_rotated` against its definition, in Triton's interpreter, and compiled without a GPU.
 
 Triton decides when a kernel is defined whether it is interpreted, so the former run in a process of their own
 (tests/backends/test_triton_interpreter.py).

@@ -195,6 +195,9 @@ def _check_scale(tensor: Fp8Tensor, heads: int, length: int) -> None:
     if tensor.scale.dim() != 3 or tuple(tensor.scale.shape) != expected:
         fix = "Scales belong to the tensor they were computed for; make both with fp8.quantize or fp8.quantize_pages."
         raise InvalidProblem("Fp8Tensor.scale", f"shape {expected}", tuple(tensor.scale.shape), fix)
+    if tensor.scale.requires_grad and torch.is_grad_enabled():
+        fix = "Scales get no gradient: pass scale.detach()."
+        raise InvalidProblem("Fp8Tensor.scale", "a tensor that requires no gradient", "one that does", fix)
     if tensor.scale.device != tensor.data.device:
         fix = "Move the container with .to(device), which moves both."
         raise InvalidProblem("Fp8Tensor.scale", f"a tensor on {tensor.data.device}", tensor.scale.device, fix)

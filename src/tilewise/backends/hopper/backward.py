@@ -33,7 +33,7 @@ from tilewise.backends.hopper.dq_tiles import add_block, in_units, load_units
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.listed import column_at, hide_transposed, load_query_words, query_steps, query_tile_at
 from tilewise.backends.hopper.preparing import await_listed, await_prepared, make_row_tiles, preparer
-from tilewise.backends.hopper.primitives import anew, barrier_sync, exp2, uniform
+from tilewise.backends.hopper.primitives import barrier_sync, exp2, rebuilt, uniform
 from tilewise.backends.hopper.schedule import (
     announce,
     first_seeing_tile,
@@ -220,12 +220,12 @@ def issue_query_gradient(at, pipe, WARPGROUP: gl.constexpr, BLIND: gl.constexpr,
     tma.store_wait(0)
     barrier_sync(8, 256)
     ds0 = pipe.ds_smem.index(at.slot * 2).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
-    k0 = pipe.k_smem.index(anew(0, at.slot, C.ANEW_DQ)).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
+    k0 = pipe.k_smem.index(rebuilt(0, at.slot, C.REBUILD_DQ)).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
     zeros = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
     dq = warpgroup_mma(ds0, k0, zeros, use_acc=False, is_async=True)
     if not BLIND:
         ds1 = pipe.ds_smem.index(at.slot * 2 + 1).slice(FIRST_QUERY, 64, dim=1).permute([1, 0])
-        k1 = pipe.k_smem.index(anew(1, at.slot, C.ANEW_DQ)).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
+        k1 = pipe.k_smem.index(rebuilt(1, at.slot, C.REBUILD_DQ)).reshape([64, D]).slice(FIRST_COLUMN, 64, dim=1)
         dq = warpgroup_mma(ds1, k1, dq, is_async=True)
     return dq
 
@@ -252,7 +252,7 @@ def backward_step(
     zeros = gl.zeros([64, BLOCK_M], gl.float32, S_LAYOUT)
     q = pipe.q_smem.index(at.slot).reshape([BLOCK_M, D])
     dout = pipe.dout_smem.index(at.slot).reshape([BLOCK_M, D])
-    own = anew(WARPGROUP, at.slot, C.ANEW_KV)
+    own = rebuilt(WARPGROUP, at.slot, C.REBUILD_KV)
     k = pipe.k_smem.index(own).reshape([64, D])
     v = pipe.v_smem.index(own).reshape([64, D])
     if MASKED and C.IS_LISTED:

@@ -123,7 +123,8 @@ class BackwardConfig:
                       fixed order. Otherwise one kernel (backward.py) that also adds to dQ, in any order.
     FIXED_POINT       dQ is summed in integers, so that the order does not matter (dq_tiles.py)
     SKIP_HIDDEN       the second warpgroup skips the products of query tiles that see none of its keys
-    ANEW_KV, ANEW_DQ  the loops rebuild the wgmma descriptors of K and V for S^T and dP^T, of K for dQ (primitives.anew)
+    REBUILD_KV        the loops rebuild the wgmma descriptors of K and V for S^T and dP^T (primitives.rebuilt)
+    REBUILD_DQ        and those of K for dQ
     AHEAD             idle warps clear dQ's accumulator for later tiles; with STATS_AHEAD they also compute their row
                       statistics (preparing.py)
     ENDING            how many of the last waves of heads are merged into one (schedule.place_of)
@@ -142,8 +143,8 @@ class BackwardConfig:
     NUM_STAGES: int = 2
     V_STAGES: int = 2
     SKIP_HIDDEN: bool = False
-    ANEW_KV: bool = False
-    ANEW_DQ: bool = False
+    REBUILD_KV: bool = False
+    REBUILD_DQ: bool = False
     AHEAD: bool = False
     STATS_AHEAD: bool = False
     ENDING: int = 1
@@ -174,7 +175,7 @@ LISTED_KEYS = 1024
 ENDING_WAVES = 2
 ENDING_SEQLEN_K, ENDING_TILES = (1024, 1280), 2560
 # Up to so many keys, the dense causal backward at head_dim 64 is faster with rebuilt descriptors.
-ANEW_SEQLEN_K = 1024
+REBUILD_SEQLEN_K = 1024
 # Shared memory of a CTA of query_gradient.py, in tiles of 64 x 64 16-bit elements (8 KiB).
 QUERY_GRADIENT_TILES = 28
 
@@ -199,8 +200,8 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         V_STAGES=_value_stages(d + d_rest, dv + dv_rest),
         FIXED_POINT=problem.deterministic and not wide,
         SKIP_HIDDEN=not wide and d == 128 and has_right(problem),
-        ANEW_KV=not wide and descriptors_anew(problem)[0],
-        ANEW_DQ=not wide and descriptors_anew(problem)[1],
+        REBUILD_KV=not wide and rebuilt_descriptors(problem)[0],
+        REBUILD_DQ=not wide and rebuilt_descriptors(problem)[1],
         AHEAD=prepares_ahead(problem) or prepares_listed(problem),
         STATS_AHEAD=prepares_listed(problem) or (prepares_ahead(problem) and not problem.deterministic),
         ENDING=ENDING_WAVES if d == 128 and ends_together(problem) else 1,
@@ -214,8 +215,8 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
     )
 
 
-def descriptors_anew(problem: AttentionProblem) -> tuple[bool, bool]:
-    """(ANEW_KV, ANEW_DQ): whether the loop is faster if it rebuilds these descriptors instead of keeping them."""
+def rebuilt_descriptors(problem: AttentionProblem) -> tuple[bool, bool]:
+    """(REBUILD_KV, REBUILD_DQ): whether the loop is faster if it rebuilds these descriptors instead of keeping them."""
     wide = max(problem.head_dim, problem.head_dim_v) > 64
     if problem.tiles_shape is not None:  # kept ones would spill, next to the place in a list
         return True, True
@@ -227,7 +228,7 @@ def descriptors_anew(problem: AttentionProblem) -> tuple[bool, bool]:
         return False, True
     # Longer dense sequences spend most time in the loop without a mask. There, kept descriptors cause no spills
     # or, with heads prepared in idle warps, cost less than rebuilt ones.
-    short = problem.kind == "varlen" or problem.seqlen_k <= ANEW_SEQLEN_K or problem.deterministic
+    short = problem.kind == "varlen" or problem.seqlen_k <= REBUILD_SEQLEN_K or problem.deterministic
     return (short and not has_left(problem),) * 2
 
 

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, anew, barrier_arrive, barrier_sync, exp2, pin
+from tilewise.backends.hopper.primitives import NEG_INF, barrier_arrive, barrier_sync, exp2, pin, rebuilt
 from tilewise.backends.hopper.schedule import (
     announce,
     first_tile,
@@ -169,7 +169,7 @@ def issue_scores(q_slot, k_slot, pipe, C: gl.constexpr):
     BLOCK_N: gl.constexpr = C.BLOCK_N
     D: gl.constexpr = C.D
     zeros = gl.zeros([64, BLOCK_N], gl.float32, fp8_accumulator_layout(BLOCK_N))
-    q = pipe.q_smem.index(anew(q_slot, k_slot, C.D == 256)).reshape([64, D])
+    q = pipe.q_smem.index(rebuilt(q_slot, k_slot, C.D == 256)).reshape([64, D])
     k = pipe.k_smem.index(k_slot).reshape([BLOCK_N, D])
     return warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
 

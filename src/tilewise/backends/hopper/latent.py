@@ -28,7 +28,7 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode import finish, first_pages, guess_pages, look_up, place_rows
 from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, program_of, spans_of
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, anew, exp2
+from tilewise.backends.hopper.primitives import NEG_INF, exp2, rebuilt
 from tilewise.backends.hopper.scores import capped
 
 # Query rows of a CTA, columns of V in each warpgroup, and columns of a TMA box, which also hold those behind V.
@@ -146,13 +146,13 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
 
 @gluon.jit
 def issue_scores(slot, pipe, C: gl.constexpr):
-    """Issue S = Q K^T, as two products: the columns of V, and those behind them. Q has 36 descriptors, see `anew`."""
+    """Issue S = Q K^T, as two products: the columns of V, and those behind them. `rebuilt`: Q has 36 descriptors."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
     k = pipe.k_smem.index(slot).reshape([BLOCK_N, DV]).permute([1, 0])
     rest = pipe.k_rest.index(slot).reshape([BLOCK_N, PANEL]).permute([1, 0])
-    here = anew(0, slot, True)
+    here = rebuilt(0, slot, True)
     scores = warpgroup_mma(pipe.q_smem.index(here), k, zeros, use_acc=False, is_async=True)
     return warpgroup_mma(pipe.q_rest.index(here), rest, scores, is_async=True)
 

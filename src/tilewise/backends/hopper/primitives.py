@@ -75,11 +75,12 @@ def uniform(x):
 
 
 @gluon.jit
-def anew(index, slot, WANTED: gl.constexpr):
+def rebuilt(index, slot, WANTED: gl.constexpr):
     """index, unchanged. If WANTED it seems to depend on a ring's slot: slot >> 16 is added, which is 0.
 
-    A tile that stays during a loop has up to 16 wgmma descriptors of 64 bits. As loop invariants, they are computed
-    once and take registers from the accumulators. With this index the loop rebuilds them on the uniform datapath.
+    A tile that stays during a loop has a wgmma descriptor of 64 bits for every 16 columns. As loop invariants, they are
+    computed once and take registers from the accumulators. With this index the loop rebuilds them on the uniform
+    datapath.
     """
     if WANTED:
         index += gl.inline_asm_elementwise("shr.u32 $0, $1, 16;", "=r,r", [slot], dtype=gl.int32, is_pure=True, pack=1)

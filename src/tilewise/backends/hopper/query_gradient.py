@@ -17,7 +17,7 @@ from tilewise.backends.gpu.releases import aggregate, async_store
 from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.forward import make_parts
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, tile_at
-from tilewise.backends.hopper.primitives import anew, exp2
+from tilewise.backends.hopper.primitives import exp2, rebuilt
 from tilewise.backends.hopper.products import issue_product, load_tile
 from tilewise.backends.hopper.schedule import key_tiles, own_tile, row_tile_of, whole_tiles
 from tilewise.backends.hopper.scores import capped, mask_scores, through_cap
@@ -96,7 +96,7 @@ def step(
     """One key tile: dQ += dS K."""
     IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
     pipe.k_ring.wait(k_at)
-    half = anew(WARPGROUP, k_at.slot, True)
+    half = rebuilt(WARPGROUP, k_at.slot, True)
     s = issue_product(pipe.q_smem, pipe.k_smem, half, k_at.slot, C.D, C.D_REST, C)
     pipe.v_ring.wait(v_at)
     dp = issue_product(pipe.dout_smem, pipe.v_smem, half, v_at.slot, C.DV, C.DV_REST, C)
