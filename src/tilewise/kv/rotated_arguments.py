@@ -239,12 +239,7 @@ def _check_written_scales(step: Step) -> None:
     written: dict[str, Any] = {"k_scale": step.k_scale, "v_scale": step.v_scale}
     for name, scales in written.items():
         for other in ("q", "k", "v", "out", "k_pages", "v_pages", "cos_sin", *({"k_scale", "v_scale"} - {name})):
-            first, second = sorted((scales, getattr(step, other)), key=Tensor.data_ptr)
-            if extent(second) and second.data_ptr() - first.data_ptr() < extent(first):
-                got = "addresses that both have"
-                raise InvalidProblem(
-                    name, f"memory that does not overlap {other}", got, "Allocate scales by themselves."
-                )
+            _check_apart(name, scales, other, getattr(step, other), "Allocate scales by themselves.")
 
 
 def _check_apart(name: str, one: Tensor, other_name: str, other: Tensor, fix: str) -> None:
@@ -255,17 +250,21 @@ def _check_apart(name: str, one: Tensor, other_name: str, other: Tensor, fix: st
     begin, ends = second.data_ptr() - first.data_ptr(), [extent(x) for x in (first, second)]
     if not ends[0] or not ends[1] or begin >= ends[0]:
         return
-    # The smallest step that both share: rows of two dimensions and more.
-    steps = [x.stride(d) * x.element_size() for x in (first, second) for d in range(x.dim() - 1) if x.shape[d] > 1]
+    if first.dim() != second.dim() or not _are_other_columns(first, second, begin):
+        got = "addresses that both have"
+        raise InvalidProblem(name, f"memory that does not overlap {other_name}", got, fix)
+
+
+def _are_other_columns(first: Tensor, second: Tensor, begin: int) -> bool:
+    """Of tensors with as many dimensions, the second `begin` bytes after the first."""
     if first.dim() == 4:  # pages: columns of a head
-        row, widths = min(steps, default=ends[0] + ends[1]), [extent(x[0, 0, 0]) for x in (first, second)]
+        steps = [x.stride(d) * x.element_size() for x in (first, second) for d in range(3) if x.shape[d] > 1]
+        row, widths = min(steps, default=extent(first) + extent(second)), [extent(x[0, 0, 0]) for x in (first, second)]
         same = first.stride()[:3] == second.stride()[:3] and first.shape[:3] == second.shape[:3]
     else:
         row, widths = first.stride(0) * first.element_size(), [extent(x[0]) for x in (first, second)]
-        same = first.stride(0) == second.stride(0)
-    if not same or first.dim() != second.dim() or begin < widths[0] or begin + widths[1] > row:
-        got = "addresses that both have"
-        raise InvalidProblem(name, f"memory that does not overlap {other_name}", got, fix)
+        same = row == second.stride(0) * second.element_size()
+    return same and begin >= widths[0] and begin + widths[1] <= row
 
 
 def is_dense(tensor: Tensor) -> bool:
