@@ -17,6 +17,8 @@ def computed(text: str, args: list[Any]) -> Any:
         if f"{EIGHT:#x}" in text:
             return growth(args[0])
         return exponents(args[0], HALF, 7) if f"{HALF:#x}" in text else exponents(args[0], MILLION, 0)
+    if "sub.rn.f16x2" in text:
+        return args[0].to(torch.float16)
     if "lop3" in text:
         return units_counted(args[0], args[1])
     if found := re.search(r"DONE; (mul|sub)\.f32", text):

@@ -402,7 +402,7 @@ LAYOUTS = [
 ]  # fmt: skip
 LANGUAGE: dict[str, Any] = {
     **dict.fromkeys(("tensor", "tuple", "shared_memory_descriptor", "dtype"), object),
-    **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int32", "int64", "log2")},
+    **{name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "int8", "int32", "int64", "log2")},
     **dict.fromkeys(LAYOUTS, Layout),
     "constexpr": lambda x: x,
     "to_tensor": torch.as_tensor,

@@ -40,7 +40,9 @@ GRADIENTS: Options = [{"needs_grad": True, "num_kv_heads": heads} for heads in (
 ORDERS: Options = [{}, {"deterministic": True}]
 
 SMALL_PAGES: Options = [{"kind": "paged", "page_size": size} for size in (8, 16, 32, 64, 128)]
-DECODE_ROWS: Options = [DENSE, PACKED, *SMALL_PAGES, *[{**pages, "fp8": ("k", "v")} for pages in SMALL_PAGES]]
+E4M3, INT8 = {"fp8": ("k", "v")}, {"fp8": ("k", "v"), "int8": True, "scale_blocks": (None, 1, 1)}
+CODES: Options = [pages | codes for pages in SMALL_PAGES for codes in (E4M3, INT8)]
+DECODE_ROWS: Options = [DENSE, PACKED, *SMALL_PAGES, *CODES]
 DECODE_DIMS: Options = [{"d": 64}, {"d": 128}, {"d": 256}, {"d": 192, "head_dim_v": 128}]
 TOKENS: Options = [
     {}, {"window_left": 999}, {"seqlen_q": 4, "causal": True}, {"seqlen_q": 4, "causal": True, "window_left": 999},
@@ -157,7 +159,7 @@ def decode_choices(problem: AttentionProblem) -> Choices:
     """Of decoding."""
     config = decode_configs.decode_config(problem, packed_queries=problem.seqlen_q > 1)
     return {
-        "tile": f"{config.LANES} x {config.BLOCK_N} keys of {'e4m3' if config.IS_FP8 else '16 bits'}",
+        "tile": f"{config.LANES} x {config.BLOCK_N} keys of {problem.codes if config.IS_FP8 else '16 bits'}",
         "queries": f"{config.ROWS}",
         "dims": f"{config.D}, {config.DV}",
         "sequences": f"{config.FEW or 'any'}",
@@ -206,9 +208,10 @@ def _rows_of(module: Any, kind: type) -> set[str]:
 
 
 def _decode_tiles() -> set[str]:
-    rows = {(tile, "16 bits") for tile in decode_configs.TILES} | {(tile, "e4m3") for tile in decode_configs.FP8_TILES}
-    # One lane of 128 keys in e4m3 fits nowhere that two of 64 do not, which come first.
-    rows -= {(decode_configs.DecodeTile(128, 1), "e4m3")}
+    rows = {(tile, "16 bits") for tile in decode_configs.TILES}
+    # One lane of 128 keys in 8 bits fits nowhere that two of 64 do not, which come first.
+    wide = decode_configs.DecodeTile(128, 1)
+    rows |= {(tile, codes) for tile in decode_configs.FP8_TILES for codes in ("e4m3", "int8") if tile != wide}
     return {f"{tile.LANES} x {tile.BLOCK_N} keys of {bits}" for tile, bits in rows}
 
 

@@ -145,22 +145,44 @@ FP8 = {
 }
 
 
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
 @pytest.mark.parametrize(("case", "page_size", "several"), FP8.values(), ids=FP8.keys())
-def test_e4m3_pages(case: Case, page_size: int, several: bool, decode: Callable[..., Any]) -> None:
-    """The attention of the dequantised pages, with P in fp16; scales differ from page to page by powers of ten."""
+def test_8_bit_pages(case: Case, page_size: int, several: bool, codes: torch.dtype, decode: Callable[..., Any]) -> None:
+    """The attention of the dequantised pages, with P in fp16; scales differ by powers of ten, and some are negative.
+    int8 pages have NaN as the scale of rows past the end.
+    """
     MODE.late_loads = True
     operands, problem = in_pages(case, case.inputs(), page_size, "rows first")
     pages = torch.arange(operands.k.shape[0])[:, None, None, None]
-    k, v = (fp8.quantize_pages(t * 10.0 ** (pages % 3 - 1)) for t in (operands.k, operands.v))
+    k, v = (fp8.quantize_pages(t * 10.0 ** (pages % 3 - 1), dtype=codes) for t in (operands.k, operands.v))
+    v.scale[::3] *= -1.0
     operands = operands._replace(k=k.data, v=v.data, k_scale=k.scale, v_scale=v.scale)
     if not several:
         operands = operands._replace(cu_seqlens_q=None)
         problem = replace(problem, seqlen_q=1)
-    problem = replace(problem, fp8=("k", "v"))
+    blocks = (None, 1, 1) if codes == torch.int8 else (None, None, None)
+    problem = replace(problem, fp8=("k", "v"), int8=codes == torch.int8, scale_blocks=blocks)
     out, lse = decode(problem, operands)
     ref, ref_lse = reference().forward(replace(problem, dtype=torch.float64), operands._replace(q=operands.q.double()))
     torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("of", ["k", "v"])
+def test_an_int8_row_that_is_not_finite_reads_as_nan(of: str, decode: Callable[..., Any]) -> None:
+    MODE.late_loads = True
+    case = Case(64, heads=(4, 2), lengths=((1, 1), (700, 130)))
+    operands, problem = in_pages(case, case.inputs(), 64, "rows first")
+    assert operands.block_table is not None
+    page = int(operands.block_table[0, 2])
+    (operands.k if of == "k" else operands.v)[page, 5, 1, 3] = float("inf")
+    k, v = (fp8.quantize_pages(t, dtype=torch.int8) for t in (operands.k, operands.v))
+    operands = operands._replace(k=k.data, v=v.data, k_scale=k.scale, v_scale=v.scale, cu_seqlens_q=None)
+    problem = replace(problem, fp8=("k", "v"), int8=True, scale_blocks=(None, 1, 1), seqlen_q=1)
+    out, _ = decode(problem, operands)
+    assert out.isnan()[0, 2:].all()
+    assert not out.isnan()[0, :2].any()
+    assert not out.isnan()[1].any()
 
 
 def check(case: Case, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:

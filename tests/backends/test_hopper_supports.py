@@ -48,10 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "decoding, tiny pages": ({"kind": "paged", "page_size": 4, "seqlen_q": 1}, "pages of 4 rows"),
     "decoding, alibi": ({"seqlen_q": 1, "has_alibi": True}, "alibi"),
     "decoding, all e4m3": ({"kind": "paged", "page_size": 64, "seqlen_q": 1, "fp8": ("q", "k", "v")}, "beside q"),
-    "decoding, int8": (
-        {"kind": "paged", "page_size": 64, "batch": 8, "seqlen_q": 1, "fp8": ("k", "v"), "int8": True},
-        "k, v in int8",
-    ),
+    "many rows, int8": ({"kind": "paged", "page_size": 64, "fp8": ("k", "v"), "int8": True}, "k, v in int8"),
     "decoding, e4m3 rows": ({"seqlen_q": 1, "fp8": ("k", "v")}, "in pages"),
     "decoding, wide": ({"batch": 32, "seqlen_q": 16, "head_dim_v": 256}, "registers of a warpgroup"),
     "decoding, wide e4m3 keys": (

@@ -170,3 +170,18 @@ def test_in_a_graph_without_waiting(no_waiting: Callable[[], AbstractContextMana
         out.fill_(torch.nan)
         graph.replay()
         compare(given, out)
+
+
+def test_a_repeated_call_is_refused_like_the_first() -> None:
+    given = inputs(9, 4, 2, 64, 64, 32, BF16)
+    for _ in range(2):
+        compare(given, append_rotated(**given, norm_eps=1.0), norm_eps=1.0)
+        given["q"].normal_()
+    with pytest.raises(tw.InvalidProblem, match="norm_eps"):
+        append_rotated(**given, norm_eps=True)
+    with pytest.raises(tw.Unsupported, match="gradient"):
+        append_rotated(**(given | {"q": given["q"].requires_grad_()}), norm_eps=1.0)
+    with pytest.raises(tw.InvalidProblem, match="slots"):
+        append_rotated(
+            **(given | {"q": given["q"].detach(), "slots": given["slots"].view(torch.float64)}), norm_eps=1.0
+        )

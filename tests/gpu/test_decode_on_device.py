@@ -43,8 +43,12 @@ def in_pages(page_size: int, head_dim: int, heads: int = 4) -> tuple[Tensor, Ten
     return k.cuda(), v.cuda(), table.cuda(), torch.tensor(LENGTHS, dtype=torch.int32).cuda()
 
 
-def stored(pages: Tensor, quantised: bool) -> Any:
-    return fp8.quantize_pages(pages) if quantised else pages
+CODES = [None, torch.float8_e4m3fn, torch.int8]
+CODE_NAMES = ["bf16", "e4m3", "int8"]
+
+
+def stored(pages: Tensor, codes: torch.dtype | None) -> Any:
+    return pages if codes is None else fp8.quantize_pages(pages, dtype=codes)
 
 
 def close(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
@@ -68,10 +72,10 @@ def test_rows(tokens: int, head_dim: int, name: str) -> None:
 
 @pytest.mark.parametrize(("page_size", "name"), PAGES)
 @pytest.mark.parametrize("several", [False, True], ids=["one token", "several tokens"])
-@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "e4m3"])
-def test_pages(quantised: bool, several: bool, page_size: int, name: str) -> None:
+@pytest.mark.parametrize("codes", CODES, ids=CODE_NAMES)
+def test_pages(codes: torch.dtype | None, several: bool, page_size: int, name: str) -> None:
     k, v, table, lengths = in_pages(page_size, 128)
-    keys, values = stored(k, quantised), stored(v, quantised)
+    keys, values = stored(k, codes), stored(v, codes)
     flags = on_device(FLAGS[name])
     if several:
         starts = torch.tensor([0, 3, 3, 4, 8, 10, 12], dtype=torch.int32).cuda()
@@ -95,10 +99,10 @@ def test_pages_give_the_bits_of_rows() -> None:
     )
 
 
-@pytest.mark.parametrize("quantised", [False, True], ids=["bf16", "e4m3"])
-def test_a_thousand_runs_give_the_same_bits(quantised: bool) -> None:
+@pytest.mark.parametrize("codes", CODES, ids=CODE_NAMES)
+def test_a_thousand_runs_give_the_same_bits(codes: torch.dtype | None) -> None:
     k, v, table, lengths = in_pages(16, 128)
-    keys, values = stored(k, quantised), stored(v, quantised)
+    keys, values = stored(k, codes), stored(v, codes)
     q = randn(len(LENGTHS), 16, 128)
     first = tw.attention_paged(q, keys, values, table, lengths, backend="hopper")
     for _ in range(1000):

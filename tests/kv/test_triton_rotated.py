@@ -68,7 +68,8 @@ def both(options: dict[str, Any], dtype: torch.dtype = torch.float32, in_place: 
         mine["out"] = mine["q"] if in_place else torch.full_like(mine["q"], torch.nan)
         step = Step(**mine)
         if kernel:
-            BACKEND.append_rotated(_packed(step), in_place=in_place, **options)
+            packed = _packed(step)
+            BACKEND.bind_rotated(packed, in_place=in_place, **options)(packed)
         else:
             _append(step, on_host=False, **options)
         found = (step.out, step.k_pages, step.v_pages, step.k_scale, step.v_scale)

@@ -231,10 +231,12 @@ class Quantising(Protocol):
 class Rotating(Protocol):
     """A backend with one kernel that normalises and rotates q and k and writes k and v: see tilewise.kv.rotated."""
 
-    def append_rotated(
+    def bind_rotated(
         self, tensors: Sequence[Tensor | None], *, interleaved: bool, norm_eps: float | None, in_place: bool
-    ) -> None:
-        """Takes the fields of `tilewise.kv.rotated_arguments.Step`. `in_place`: out is q."""
+    ) -> Callable[[Sequence[Tensor | None]], object]:
+        """A launch for tensors with these shapes, strides and addresses: the fields of
+        `tilewise.kv.rotated_arguments.Step`. `in_place`: out is q.
+        """
 
 
 @runtime_checkable

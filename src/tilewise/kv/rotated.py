@@ -7,14 +7,16 @@ and v are written into pages.
     q       is rounded to its dtype
     k, v    are rounded to the dtype of the pages, or quantised to e4m3 or int8
 
-Nothing is rounded between these steps. On an NVIDIA GPU this is one launch (backends/triton/rotating.py). Elsewhere,
-and where torch records operations, the torch operations below compute the same, and writing.py and quantised.py write.
+Nothing is rounded between these steps. On an NVIDIA GPU this is one launch (backends/triton/rotating.py). A call with
+the signature and the addresses of an earlier one is neither checked nor planned again. Elsewhere, and where torch
+records operations, the torch operations below compute the same, and writing.py and quantised.py write.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -22,18 +24,28 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewise import dispatch
+from tilewise import dispatch, settings
 from tilewise.backends.base import Rotating
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.rounding import encode
 from tilewise.kv.book import within
 from tilewise.kv.quantised import append_quantised
-from tilewise.kv.rotated_arguments import DTYPES, Step, check_arguments, check_memory, check_pages, is_dense
+from tilewise.kv.rotated_arguments import (
+    DTYPES,
+    MAX_SIGNATURES,
+    Step,
+    check_arguments,
+    check_memory,
+    check_pages,
+    is_dense,
+)
 from tilewise.kv.writing import write_rows
 
 # Rows that a CPU rotates at a time.
 ROWS = 64
+# The launch of a call, by signature and addresses.
+_bound: dict[Any, Callable[[Sequence[Tensor | None]], object]] = {}
 
 
 def rotary_table(
@@ -110,6 +122,11 @@ def append_rotated(
         torch.Size([5, 4, 16])
     """
     rest = (k_pages, v_pages, slots, positions, cos_sin, q_weight, k_weight, k_scale, v_scale)
+    key = _signature((q, k, v, out, *rest), interleaved, norm_eps)
+    if key is not None and (run := _bound.get(key)) is not None:
+        made = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        run((q, k, v, made, *rest))
+        return made
     check_arguments((q, k, v, out, *rest), norm_eps)
     with torch.no_grad():
         in_place = out is not None and _are_same(out, q)
@@ -122,11 +139,35 @@ def append_rotated(
             check_memory(step, in_place=in_place)
         backend = _backend(q.device.type) if plain and _takes(step) else None
         if backend is not None:
-            eps = None if norm_eps is None else float(norm_eps)
-            backend.append_rotated(_packed(step), interleaved=interleaved, norm_eps=eps, in_place=in_place)
+            packed, eps = _packed(step), None if norm_eps is None else float(norm_eps)
+            run = backend.bind_rotated(packed, interleaved=interleaved, norm_eps=eps, in_place=in_place)
+            run(packed)
+            if key is not None and _places(packed) == _places(step):
+                if len(_bound) >= MAX_SIGNATURES:
+                    _bound.clear()
+                _bound[key] = run
         else:
             _append(step, interleaved, norm_eps, on_host=plain and q.device.type == "cpu")
     return made
+
+
+def _signature(tensors: Sequence[Tensor | None], *options: object) -> Any:
+    """Everything that checks and launches depend on; None where they depend on more."""
+    if torch.compiler.is_compiling() or settings.current().check_values:
+        return None
+    found: list[object] = [torch.is_grad_enabled(), *options, options[-1].__class__]  # 1 and True are equal
+    for t in tensors:
+        if t is None:
+            found.append(None)
+        elif t.__class__ is Tensor or t.__class__ is Parameter:
+            found.append((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg()))
+        else:
+            return None
+    return tuple(found)
+
+
+def _places(step: Step) -> list[int | None]:
+    return [None if t is None else t.data_ptr() for t in step]
 
 
 @functools.cache

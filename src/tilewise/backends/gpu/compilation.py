@@ -26,6 +26,7 @@ TYPE_NAMES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.int8: "i8",
     torch.uint8: "u8",
     torch.uint16: "u16",
     torch.int32: "i32",

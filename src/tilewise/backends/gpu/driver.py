@@ -46,8 +46,8 @@ PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,\[]*(?:\
 # CUtensorMap: its size and alignment, the driver's codes of element types, and the constants it is encoded with.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 ELEMENTS = {
-    torch.uint8: 0, torch.float8_e4m3fn: 0, torch.uint16: 1, torch.int32: 3, torch.int64: 5, torch.float16: 6,
-    torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
+    torch.uint8: 0, torch.int8: 0, torch.float8_e4m3fn: 0, torch.uint16: 1, torch.int32: 3, torch.int64: 5,
+    torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
 NO_INTERLEAVING, PROMOTE_128_BYTES, FILL_ZEROS = 0, 2, 0
 # Arguments of cuTensorMapEncodeTiled: map, element, rank, address, shape, strides, box, steps, and four constants.

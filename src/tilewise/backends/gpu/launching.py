@@ -254,17 +254,17 @@ def bound_to(
     return prepare(problem, devices.of(q.device), q.get_device(), raw_views(tensors), *wish)
 
 
-def run_described(
+def described(
     describe: Callable[[Any, RawViews], Iterable[KernelCall]],
     names: tuple[str, ...],
     sizes: Any,
     tensors: Sequence[Tensor | None],
-) -> None:
-    """Run the calls that `describe` makes of sizes and views; they write into given tensors, the first of which is not
+) -> Pass:
+    """The calls that `describe` makes of sizes and views; they write into given tensors, the first of which is not
     None. The pass is cached.
     """
     assert tensors[0] is not None
-    _described(describe, names, sizes, raw_views(tensors), tensors[0].device).run(tensors)
+    return _described(describe, names, sizes, raw_views(tensors), tensors[0].device)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)

@@ -86,9 +86,10 @@ class HopperBackend(GpuBackend):
         return TileShape(64 * config.NUM_WARPGROUPS, config.BLOCK_N)
 
     def fp8_path(self, problem: AttentionProblem) -> str:
-        """How e4m3 operands are computed with, for `explain()`."""
+        """How 8-bit operands are computed with, for `explain()`."""
         if decodes(problem):
-            return f"{', '.join(problem.fp8)} read as e4m3 and widened to fp16 in registers, probabilities in fp16"
+            read = f"{', '.join(problem.fp8)} read as {problem.codes}"
+            return f"{read} and widened to fp16 in registers, probabilities in fp16"
         return f"{', '.join(problem.fp8)} multiplied as e4m3 by FP8 tensor cores, probabilities rounded to e4m3"
 
     def skips_tiles(self, problem: AttentionProblem) -> str:
@@ -162,8 +163,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield from _paged_refusals(problem, problem.page_size)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k):
         yield "there is nothing to compute (no sequence, no query or no key)"
-    if problem.int8:
-        yield "k, v in int8: these kernels take one scale for a page of keys, not one for each of its tokens"
+    if problem.int8 and not decodes(problem):
+        yield "k, v in int8: only the decode kernel widens them"
     if problem.fp8 and not decodes(problem):
         yield from _fp8_refusals(problem)
     for name in ("alibi", "bias", "mask", "dropout"):

@@ -6,18 +6,19 @@ decode_schedule.py. Roles, one function each:
   consumer   one warpgroup. The product is transposed: S^T = K Q^T has keys as wgmma's 64 rows, and the query rows of a
              K/V head (tokens x heads of its group) as columns, of which 8 are enough. P^T goes through shared memory
              into O^T += V^T P^T
-LANES == 2 (e4m3 pages): two such pairs in a CTA, each with its own rings and share.
+LANES == 2 (8-bit pages): two such pairs in a CTA, each with its own rings and share.
 
 An item whose tiles all lie in one share is finished there. For other items every share writes a part (unnormalised O,
 maximum, sum) into the workspace, and the CTA that arrives last merges the parts in key order. So results repeat.
 
-e4m3 pages: tiles become fp16 left operands, from shared memory to registers with wide loads and no shuffles. wgmma
-expects a thread's elements of a left operand far apart, but wide loads give adjacent e4m3 bytes. The order of summed
+Pages in e4m3 or int8: tiles become fp16 left operands, from shared memory to registers with wide loads and no shuffles.
+wgmma expects a thread's elements of a left operand far apart, but wide loads give adjacent bytes. The order of summed
 columns does not matter, and permuted rows of a result can be restored when they are stored. So a thread reads adjacent
 bytes and treats them as the elements that wgmma expects of it:
   K   (keys x columns)  16 bytes of a row are the thread's columns of four wgmmas; Q's columns are permuted to match
   V^T (columns x keys)  2 adjacent bytes for every 64 columns are the thread's rows of the operand, hence of O^T
-e4m3 is exact in fp16, and one instruction converts two numbers (for bf16 it would take three).
+Both are exact in fp16. One instruction converts two e4m3 numbers (for bf16 it would take three), and three convert two
+int8 ones.
 
 Figures: bench/results/hopper-decode-choices.csv.
 """
@@ -43,7 +44,7 @@ from tilewise.backends.hopper.decode_schedule import (
     spans_of,
 )
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, log2
+from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, log2, widened
 from tilewise.backends.hopper.scores import capped, sink_weight
 
 # Page ids that the producer reads speculatively, one per lane of its warp.
@@ -176,7 +177,7 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
         row = (first + tile) * BLOCK_N
         pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
         for _i in range(steps):
-            # Look up the next tile's pages after K is requested, so that K does not wait for it. e4m3 pages: before
+            # Look up the next tile's pages after K is requested, so that K does not wait for it. 8-bit pages: before
             # the wait for a slot; the other order was not measured there.
             if C.IS_FP8:
                 following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
@@ -200,7 +201,7 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
 def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
     """Store the query rows of an item in shared memory, with zeros for missing rows; returns the rows' units.
 
-    With e4m3 keys the rows are fp16. Each row is divided by a power of two, its unit, so that bf16 rows keep all bits
+    With 8-bit keys the rows are fp16. Each row is divided by a power of two, its unit, so that bf16 rows keep all bits
     above 2^-24 of their largest number.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
@@ -248,15 +249,27 @@ def pages_of(paging, batch_idx, row, seqlen_k, C: gl.constexpr):
 
 
 @gluon.jit
-def scales_of(scales, pages, head, C: gl.constexpr):
-    """(scale of K, scale of V) for every key of a tile; in `scales` each is (pointer, stride of a page, of a head)."""
+def scales_of(scales, pages, head, row, seqlen_k, C: gl.constexpr):
+    """(scale of K, scale of V) for every key of a tile, whose first is `row`. In `scales` each is (pointer, stride of a
+    page, of a head, of a token).
+    """
     if C.IS_FP8:
-        k, v = scales
-        k_scale = gl.load(k[0] + pages[0].to(gl.int64) * k[1] + head * k[2])
-        v_scale = gl.load(v[0] + pages[0].to(gl.int64) * v[1] + head * v[2])
+        keys = row + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, accumulator_layout(C.ROWS)))
+        k_scale = scale_of(scales[0], pages[0], head, keys, seqlen_k, C)
+        v_scale = scale_of(scales[1], pages[0], head, keys, seqlen_k, C)
         return k_scale, v_scale
     else:
         return ()
+
+
+@gluon.jit
+def scale_of(scale, pages, head, keys, seqlen_k, C: gl.constexpr):
+    """One of both. Past the end int8 pages may have any scale."""
+    at = scale[0] + pages.to(gl.int64) * scale[1] + head * scale[2]
+    if C.IS_INT8:
+        return gl.load(at + keys % C.PAGE_SIZE * scale[3], mask=keys < seqlen_k, other=1.0)
+    else:
+        return gl.load(at)
 
 
 @gluon.jit
@@ -310,11 +323,14 @@ def attend(
     scores = mask_keys(capped(scores, cap_scale, C) * scale_log2, row, seqlen_q, seqlen_k, sizes, C)
     weighted = scores
     if C.IS_FP8:
-        weighted = scores + log2(gl.maximum(scales[1], MIN_SCALE))[:, None]
+        size = gl.abs(scales[1])
+        weighted = scores + log2(gl.where(size < MIN_SCALE, MIN_SCALE, size))[:, None]  # NaN stays NaN
     new_top = gl.maximum(top, gl.max(weighted, axis=0))
     shift = gl.where(new_top == NEG_INF, 0.0, new_top)
     alpha = exp2(top - shift)
     p = exp2(weighted - shift[None, :])
+    if C.IS_FP8:
+        p = gl.where((scales[1] < 0.0)[:, None], -p, p)
     pipe.p_smem.permute([1, 0]).store(p.to(pipe.p_smem.dtype))
     fence_async_shared()  # orders the stores above before wgmma's reads
     terms = p
@@ -353,10 +369,10 @@ def consumer(
         top = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(0, LAYOUT))
         sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
         # Scales are loaded one tile ahead, and their pages two.
-        scales = scales_of(key_scales, pages_of(paging, batch_idx, row, seqlen_k, C), head, C)
+        scales = scales_of(key_scales, pages_of(paging, batch_idx, row, seqlen_k, C), head, row, seqlen_k, C)
         pages = pages_of(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
         for _i in range(steps):
-            next_scales = scales_of(key_scales, pages, head, C)
+            next_scales = scales_of(key_scales, pages, head, row + BLOCK_N, seqlen_k, C)
             pages = pages_of(paging, batch_idx, row + 2 * BLOCK_N, seqlen_k, C)
             acc, top, sums = attend(
                 at, acc, top, sums, row, units, scales, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, pipe, C
@@ -421,8 +437,8 @@ def decode_kernel(
     """Out and lse. q, out and lse are (pointer, stride of a sequence, of a head, of a token).
 
     Paged keys: cu_seqlens_k holds the lengths of the sequences, block_table their pages; a page begins every
-    k_page_rows (v_page_rows) rows of K (V). Scales of e4m3 pages are (pointer, stride of a page, of a head). What a
-    problem does not have is None.
+    k_page_rows (v_page_rows) rows of K (V). Scales of 8-bit pages are (pointer, stride of a page, of a head, of a
+    token). What a problem does not have is None.
     """
     lengths = (cu_seqlens_q, cu_seqlens_k)
     paging = (block_table, table_stride, k_page_rows, v_page_rows)
@@ -478,7 +494,7 @@ def keys_operand(smem, C: gl.constexpr):
     """K (keys x columns) in fp16, its columns in the order of `query_column`."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     D: gl.constexpr = C.D
-    k = smem.load(_key_layout(BLOCK_N, D)).to(gl.float16)
+    k = widened(smem.load(_key_layout(BLOCK_N, D)))
     k = gl.permute(gl.reshape(k, [BLOCK_N, D // 64, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
     return gl.convert_layout(gl.reshape(k, [BLOCK_N, D]), left_operand_layout(accumulator_layout(C.ROWS)))
 
@@ -498,7 +514,7 @@ def values_operand(smem, C: gl.constexpr):
     """V^T (columns x keys) in fp16, its rows in the order of `value_column`."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
-    v = smem.load(_value_layout(BLOCK_N, DV)).to(gl.float16)
+    v = widened(smem.load(_value_layout(BLOCK_N, DV)))
     v = gl.reshape(gl.permute(v, [1, 0]), [4, 8, DV // 64, 2, BLOCK_N])
     v = gl.reshape(gl.permute(v, [2, 0, 3, 1, 4]), [DV, BLOCK_N])
     return gl.convert_layout(v, left_operand_layout(accumulator_layout(C.ROWS)))

@@ -23,7 +23,7 @@ class DecodeTile:
 
 # In order of preference; the first that fits is used.
 TILES = (DecodeTile(128, 1), DecodeTile(64, 1))
-# e4m3 is converted in registers, which takes a warpgroup longer than loading: two of them keep up with memory.
+# 8-bit numbers are converted in registers, which takes a warpgroup longer than loading: two keep up with memory.
 FP8_TILES = (DecodeTile(128, 2), DecodeTile(64, 2), *TILES)
 # Small pages need many small boxes; smaller tiles are faster then.
 FP8_SMALL_PAGE, FP8_SMALL_TILES = 64, FP8_TILES[1:]
@@ -52,6 +52,7 @@ class DecodeConfig(DecodeTile):
     IS_UNIFORM    all sequences have the maximum length
     PACKED_Q      cu_seqlens_q is given
     PACKED_ROWS   queries and results are (token, head, column) rows
+    IS_FP8        pages of 8-bit numbers: e4m3 with a scale a page, or if IS_INT8 int8 with one a token
     CHUNK         rows of a page that TMA fetches at a time
     MERGED_PARTS  parts of MERGED_ROWS rows that are merged at a time
     FEW           there are at most so many sequences; 0: any number
@@ -74,6 +75,7 @@ class DecodeConfig(DecodeTile):
     IS_VARLEN: bool
     IS_PAGED: bool
     IS_FP8: bool
+    IS_INT8: bool
     PACKED_Q: bool
     PACKED_ROWS: bool
     PAGE_SIZE: int
@@ -175,6 +177,7 @@ def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: Deco
         IS_VARLEN=problem.kind == "varlen",
         IS_PAGED=problem.page_size is not None,
         IS_FP8=bool(problem.fp8),
+        IS_INT8=problem.int8,
         PACKED_Q=packed_queries,
         PACKED_ROWS=problem.kind != "dense",
         PAGE_SIZE=problem.page_size or 0,

@@ -68,6 +68,7 @@ GLUON_DTYPES = {
     torch.float32: gl.float32,
     torch.int32: gl.int32,
     torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
 }
 # The tile counter of a persistent kernel, or the arrival counters of decoding.
 COUNTER = Address("counter", torch.int32, aligned=False)
@@ -660,10 +661,10 @@ def _described(problem: AttentionProblem, config: DecodeConfig, name: str, view:
 
 
 def _scale(name: str, views: dict[str, View]) -> tuple[Any, ...] | None:
-    """(address, stride of a page, of a head)."""
+    """(address, stride of a page, of a head, of a token); one of e4m3 pages has none of a token."""
     if name not in views:
         return None
-    return (Address(name, torch.float32, aligned=False), *views[name].strides[:2])
+    return (Address(name, torch.float32, aligned=False), *views[name].strides)
 
 
 def _rows(problem: AttentionProblem, name: str, view: View) -> tuple[Any, ...]:

@@ -67,6 +67,30 @@ def pin(x):
 
 
 @gluon.jit
+def widened(codes):
+    """e4m3 or int8 numbers in fp16. int8: a code + 128 in the last bits of 1024 gives 1152 + code, exactly."""
+    if codes.dtype == gl.int8:
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b32 code, low, high, zero;
+            xor.b32 code, $2, 0x80808080;
+            mov.b32 zero, 0x64806480;
+            prmt.b32 low, code, 0x64646464, 0x4140;
+            prmt.b32 high, code, 0x64646464, 0x4342;
+            sub.rn.f16x2 $0, low, zero;
+            sub.rn.f16x2 $1, high, zero;
+            }""",
+            "=r,=r,r",
+            [codes],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return codes.to(gl.float16)
+
+
+@gluon.jit
 def uniform(x):
     """x, which ptxas then knows to be equal in the whole warp and keeps in uniform registers."""
     return gl.inline_asm_elementwise(

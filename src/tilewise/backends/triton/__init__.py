@@ -6,7 +6,7 @@ With TRITON_INTERPRET=1 the kernels run on CPU tensors in Triton's interpreter: 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -185,13 +185,13 @@ class TritonBackend(GpuBackend):
 
         serving.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
 
-    def append_rotated(
+    def bind_rotated(
         self, tensors: Sequence[Tensor | None], *, interleaved: bool, norm_eps: float | None, in_place: bool
-    ) -> None:
-        """Normalises and rotates q and k, writes k and v: see tilewise.kv.rotated."""
+    ) -> Callable[[Sequence[Tensor | None]], object]:
+        """A launch that normalises and rotates q and k, writes k and v: see tilewise.kv.rotated."""
         from tilewise.backends.triton import rotating
 
-        rotating.append_rotated(tensors, interleaved=interleaved, norm_eps=norm_eps, in_place=in_place)
+        return rotating.bind_rotated(tensors, interleaved=interleaved, norm_eps=norm_eps, in_place=in_place)
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups. Where rows alone fill the device, the ordinary kernels do."""

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import RawView, RawViews, run_described
+from tilewise.backends.gpu.launching import RawView, RawViews, described
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.fp8.container import E4M3
 from tilewise.fp8.rotation import directions, norms, part_sizes, signs
@@ -345,7 +345,7 @@ def _run(job: Job, x: Tensor, cu_seqlens: Tensor | None, data: Tensor, scale: Te
     amax = torch.zeros(scale.numel(), dtype=torch.int32, device=x.device) if job.mode == "shared" else None
     basis = [f(job.head_dim, x.device) for f in BASIS] if job.rotation else [None] * len(BASIS)
     tensors = (x, cu_seqlens, *basis, data, scale, amax)
-    run_described(quantising_calls, NAMES, job, tensors)
+    described(quantising_calls, NAMES, job, tensors).run(tensors)
 
 
 def quantising_calls(job: Job, views: RawViews) -> list[KernelCall]:

@@ -18,7 +18,7 @@ tilewise/kv/rotated.py has the definition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import RawViews, run_described
+from tilewise.backends.gpu.launching import RawViews, described
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.backends.triton.quantising import LARGEST
 from tilewise.backends.triton.serving import (
@@ -327,9 +327,9 @@ class Job(NamedTuple):
     hardware: bool  # whether the device converts to e4m3
 
 
-def append_rotated(
+def bind_rotated(
     tensors: Sequence[Tensor | None], *, interleaved: bool, norm_eps: float | None, in_place: bool
-) -> None:
+) -> Callable[[Sequence[Tensor | None]], object]:
     """See tilewise.kv.rotated. The last dimension of every tensor is contiguous."""
     q, k, v, _, k_pages, _, slots, _, cos_sin, _, _, k_scale, _ = tensors
     assert q is not None
@@ -343,7 +343,7 @@ def append_rotated(
         cos_sin.shape[1], norm_eps, interleaved, in_place, k_scale is not None and k_scale.dim() == 2,
         k_pages.dtype == torch.int8, devices.of(q.device).has_fp8,
     )  # fmt: skip
-    run_described(rotate_calls, NAMES, job, tensors)
+    return described(rotate_calls, NAMES, job, tensors).run
 
 
 def rotate_calls(job: Job, views: RawViews) -> list[KernelCall]:

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import RawView, RawViews, run_described
+from tilewise.backends.gpu.launching import RawView, RawViews, described
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.triton.quantising import AMAX_FLOOR, E4M3_MAX, LARGEST, e4m3_bits
 from tilewise.numerics import LN2 as LN2_FLOAT
@@ -289,7 +289,8 @@ MERGED = ("out", "lse", "part", "part_lse", "rows")
 def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """See tilewise.kv.writing. The last dimension of every tensor is contiguous."""
     sizes = (*k.shape, v.shape[2], k_pages.shape[1])
-    run_described(write_calls, WRITTEN, sizes, (k, v, k_pages, v_pages, slots))
+    tensors = (k, v, k_pages, v_pages, slots)
+    described(write_calls, WRITTEN, sizes, tensors).run(tensors)
 
 
 def append_quantised(
@@ -304,12 +305,14 @@ def append_quantised(
     """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
     sizes = (*k.shape, 0 if v is None else v.shape[2], k_pages.shape[1], devices.of(k.device).has_fp8)
     describe = append_int8_calls if k_pages.dtype == torch.int8 else append_calls
-    run_described(describe, APPENDED, sizes, (k, v, k_pages, v_pages, k_scale, v_scale, slots))
+    tensors = (k, v, k_pages, v_pages, k_scale, v_scale, slots)
+    described(describe, APPENDED, sizes, tensors).run(tensors)
 
 
 def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
     """Merge rows of a partial result over other keys into `out` (total, heads, dim) and `lse` (heads, total)."""
-    run_described(merge_calls, MERGED, tuple(part.shape), (out, lse, part, part_lse, rows))
+    tensors = (out, lse, part, part_lse, rows)
+    described(merge_calls, MERGED, tuple(part.shape), tensors).run(tensors)
 
 
 def write_calls(sizes: tuple[int, ...], views: RawViews) -> list[KernelCall]:
