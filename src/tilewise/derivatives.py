@@ -350,8 +350,8 @@ def _twice_by_op(at: At, tangents: Tangents, results: Four, sources: Pair, wante
 def _op(kind: Kind, suffix: str = "") -> Any:
     if not torch.compiler.is_compiling():
         flops.tell_counters()
-    if suffix in ("_tangent", "_twice"):
-        _complete(kind)
+    if suffix in LATE:
+        _complete(kind, suffix)
     return getattr(torch.ops.tilewise, f"{kind}{suffix}").default
 
 
@@ -525,9 +525,7 @@ TRANSFORMED = Maps(_backward_transformed, _tangent_transformed, _twice_transform
 
 
 def register(library: torch.library.Library, kind: Kind) -> None:
-    """Define the ops tilewise::<kind>_tangent and tilewise::<kind>_twice. Their rules are registered on first use,
-    because that takes as long as a quarter of `import tilewise`.
-    """
+    """Define the ops tilewise::<kind>_tangent and tilewise::<kind>_twice."""
     given = ", ".join([*(f"Tensor? {name}_tangent" for name in DIFFERENTIABLE), schema(kind)])
     results = "Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent"
     gradients = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
@@ -552,23 +550,20 @@ def define(
 
 
 @device.constant_in_traces
-def _complete(kind: Kind) -> bool:
-    """Register vmap and autograd of the ops, once. Autograd calls from threads of its own."""
+def _complete(kind: Kind, suffix: str) -> bool:
+    """Register vmap and autograd of an op, once. Autograd calls from threads of its own."""
     with _registering:
-        return _completed(kind)
+        return _completed(kind, suffix)
 
 
 @functools.cache
-def _completed(kind: Kind) -> bool:
-    names = operand_names(kind)
-    for name, rule in ((f"{kind}_tangent", batching.tangent_rule), (f"{kind}_twice", batching.twice_rule)):
-        torch.library.register_vmap(f"tilewise::{name}", functools.partial(batching.vmapped, names, name, rule))
-    torch.library.register_autograd(
-        f"tilewise::{kind}_tangent",
-        functools.partial(_pull_tangent_op, kind),
-        setup_context=lambda ctx, inputs, output: _save_tangent_op(kind, ctx, inputs, output),
-    )
-    torch.library.register_autograd(f"tilewise::{kind}_twice", refuse_third)
+def _completed(kind: Kind, suffix: str) -> bool:
+    name = f"{kind}{suffix}"
+    rule, save, pull = LATE[suffix]
+    of_samples = functools.partial(batching.vmapped, operand_names(kind), name, rule)
+    torch.library.register_vmap(f"tilewise::{name}", of_samples)
+    setup = None if save is None else functools.partial(save, kind)
+    torch.library.register_autograd(f"tilewise::{name}", functools.partial(pull, kind), setup_context=setup)
     return True
 
 
@@ -593,7 +588,7 @@ def _pull_tangent_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple[
     return (None, None, *pulled[:COUNT], *[found[name] for name in names], *[None for _ in ctx.flags])
 
 
-def save_backward_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_backward_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save what the second derivatives of a backward op need."""
     del output
     dout, dlse, out, lse, wanted, *rest = inputs
@@ -603,7 +598,7 @@ def save_backward_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: tupl
     ctx.set_materialize_grads(False)
 
 
-def pull_backward_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+def _pull_backward_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     """The gradients of a backward op."""
     names = operand_names(kind)
     dout, dlse, out, lse, *given = ctx.saved_tensors
@@ -614,6 +609,15 @@ def pull_backward_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple[
     ddout, ddlse, found = _pull_backward(BY_OP, at, cotangents, (out, lse), (dout, dlse), wanted)
     result = {n: g for n, g, want in zip(DIFFERENTIABLE, found, wanted, strict=True) if want}
     return (ddout, ddlse, None, None, None, *[result.get(name) for name in names], *[None for _ in ctx.flags])
+
+
+# Rules of ops that are registered on first use, because that takes as long as half of `import tilewise`: of vmap, what
+# is saved, and the derivative.
+LATE: dict[str, tuple[Callable[..., Any], Callable[..., None] | None, Callable[..., Any]]] = {
+    "_backward": (batching.backward_rule, _save_backward_op, _pull_backward_op),
+    "_tangent": (batching.tangent_rule, _save_tangent_op, _pull_tangent_op),
+    "_twice": (batching.twice_rule, None, refuse_third),
+}
 
 
 def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, Differentiating]:

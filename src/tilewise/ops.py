@@ -499,18 +499,11 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
             setup_context=lambda ctx, inputs, output: _save(kind, ctx, inputs, output),
             lib=library,
         )
-    torch.library.register_autograd(
-        f"tilewise::{kind}_backward",
-        functools.partial(derivatives.pull_backward_op, kind),
-        setup_context=lambda ctx, inputs, output: derivatives.save_backward_op(kind, ctx, inputs, output),
-        lib=library,
-    )
     for suffix, asked in (("out", "out="), ("logits", "return_max_logits=True")):
         refuse_it = functools.partial(_refuse_vmap, asked)
         torch.library.register_vmap(f"tilewise::{kind}_{suffix}", refuse_it, lib=library)
-    for name, rule in ((kind, batching.forward_rule), (f"{kind}_backward", batching.backward_rule)):
-        rule_of = functools.partial(batching.vmapped, operand_names(kind), name, rule)
-        torch.library.register_vmap(f"tilewise::{name}", rule_of, lib=library)
+    rule = functools.partial(batching.vmapped, operand_names(kind), kind, batching.forward_rule)
+    torch.library.register_vmap(f"tilewise::{kind}", rule, lib=library)
     derivatives.register(library, kind)
 
 
