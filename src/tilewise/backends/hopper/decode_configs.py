@@ -110,13 +110,15 @@ class LatentConfig:
     LANES: int = 1
     IS_FP8: bool = False
     NUM_STAGES: int = 2
-    MERGED_PARTS: int = 16
-    CONSUMER_REGS: int = 216
-    PRODUCER_REGS: int = 64
+    MERGED_NUMBERS: int = MERGED_NUMBERS
+    CONSUMER_REGS: int = 232
+    PRODUCER_REGS: int = 40
 
 
 # Query rows of a CTA of the kernel for latents, and tiles of its share, at least: every share is a part to be merged.
 LATENT_ROWS, LATENT_TILES = 64, 2
+# Columns that a program merges of a row, unless rows alone make so many programs per SM.
+LATENT_COLUMNS, LATENT_PROGRAMS = 128, 4
 
 
 def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentConfig:
@@ -149,6 +151,11 @@ def latent_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceS
     tiles = items * -(-problem.seqlen_k // config.BLOCK_N)
     limit = max(1, min(device.num_sms // blocks, -(-tiles // LATENT_TILES)))
     return _evenly(limit, items, 1), blocks
+
+
+def merged_columns(num_rows: int, config: LatentConfig, device: DeviceSpec) -> int:
+    """Columns of a row that a program merges, where items have so many rows together."""
+    return LATENT_COLUMNS if num_rows < LATENT_PROGRAMS * device.num_sms else config.DV
 
 
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:

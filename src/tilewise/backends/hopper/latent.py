@@ -3,13 +3,15 @@
 Grid: (shares of the key tiles, tiles of 64 query rows). A row is a (token, head of the K/V head's group) pair. A share
 is one contiguous part of the key tiles of all (sequence, K/V head) items, see decode_schedule.py. The CTAs of all row
 tiles read it at the same time, so it comes from memory once. Roles, one function each:
-  producer   one warp: feeds a ring of two latent tiles (64 keys) by TMA, in boxes of 64 columns
+  producer   one warp: feeds two slots for latent tiles (64 keys) by TMA, in boxes of 64 columns
   left       one warpgroup: S = Q K^T and the softmax; hands P and the rescaling factors to the other warpgroup through
              shared memory; O[:, :256] += P V[:, :256]
   right      one warpgroup: O[:, 256:] += P V[:, 256:]
 A tile is loaded once for K, V and all 64 rows. O takes 128 registers of a thread in each warpgroup. Shared memory holds
-Q (72 KiB), two tiles (144 KiB) and P (8 KiB), and has no room for a third tile. `left` issues S of the next tile right
-behind its product with V: the tensor cores go on while the tile before is released and loaded again.
+Q (72 KiB), two tiles (144 KiB) and P (8 KiB), and has no room for a third tile. So that loading begins early, a tile
+comes in two parts, each of which is loaded again as soon as its warpgroup is done with it: the columns of V that `left`
+adds, with those behind V, and the columns that `right` adds. `left` issues S of the next tile right behind its product
+with V, and begins with the part that comes first.
 
 An item whose tiles all lie in one share is finished there. For other items every share writes a part (unnormalised O,
 maxima, sums) into the workspace, and `merge_latent_kernel` merges them in key order. So results repeat.
@@ -47,18 +49,20 @@ class Pipeline:
     k_rest: gl.shared_memory_descriptor
     p_smem: gl.shared_memory_descriptor
     rows_smem: gl.shared_memory_descriptor
-    k_ring: Ring
+    left_ring: Ring
+    right_ring: Ring
     p_ring: Ring
 
     @gluon.constexpr_function
-    def __init__(self, q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, k_ring, p_ring):
+    def __init__(self, q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, p_ring):
         self.q_smem = q_smem
         self.q_rest = q_rest
         self.k_smem = k_smem
         self.k_rest = k_rest
         self.p_smem = p_smem
         self.rows_smem = rows_smem
-        self.k_ring = k_ring
+        self.left_ring = left_ring
+        self.right_ring = right_ring
         self.p_ring = p_ring
 
 
@@ -67,29 +71,36 @@ class Pipeline:
 
 @gluon.jit
 def fetch(desc, at, span, head, row, pages, page_rows, pipe, C: gl.constexpr):
-    """Start the copies of a latent tile into the ring. Rows past the sequence's end arrive as zeros (see tile_at)."""
+    """Start the copies of a latent tile into its slot. Rows past the sequence's end arrive as zeros (see tile_at)."""
     CHUNK: gl.constexpr = C.CHUNK
     PACKED: gl.constexpr = C.IS_VARLEN or C.IS_PAGED
     DIM: gl.constexpr = 3 if PACKED else 2
-    ready = pipe.k_ring.acquire(at, C.BLOCK_N * (C.DV + PANEL) * 2)
-    for c in gl.static_range(C.BLOCK_N // C.CHUNK):
-        first = row + c * CHUNK
-        keys = span
-        if C.IS_PAGED:
-            page_row = first % C.PAGE_SIZE
-            inside = max(min(span[2] - (first - page_row), C.PAGE_SIZE), 0)
-            keys = (0, pages[c] * page_rows, inside)
-            first = page_row
-        for panel in gl.static_range(C.DV // PANEL):
-            box = pipe.k_smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM).slice(panel * PANEL, PANEL, dim=DIM + 1)
-            async_load(desc, tile_at(keys, head, first, panel * PANEL, PACKED), ready, box)
-        box = pipe.k_rest.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM)
-        async_load(desc, tile_at(keys, head, first, C.DV, PACKED), ready, box)
+    PANELS: gl.constexpr = HALF // PANEL
+    for side in gl.static_range(2):
+        if side == 0:
+            ready = pipe.left_ring.acquire(at, C.BLOCK_N * (HALF + PANEL) * 2)
+        else:
+            ready = pipe.right_ring.acquire(at, C.BLOCK_N * HALF * 2)
+        for c in gl.static_range(C.BLOCK_N // C.CHUNK):
+            first = row + c * CHUNK
+            keys = span
+            if C.IS_PAGED:
+                page_row = first % C.PAGE_SIZE
+                inside = max(min(span[2] - (first - page_row), C.PAGE_SIZE), 0)
+                keys = (0, pages[c] * page_rows, inside)
+                first = page_row
+            rows = pipe.k_smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM)
+            for panel in gl.static_range(side * PANELS, (side + 1) * PANELS):
+                box = rows.slice(panel * PANEL, PANEL, dim=DIM + 1)
+                async_load(desc, tile_at(keys, head, first, panel * PANEL, PACKED), ready, box)
+            if side == 0:
+                box = pipe.k_rest.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM)
+                async_load(desc, tile_at(keys, head, first, C.DV, PACKED), ready, box)
 
 
 @gluon.jit
 def producer(k_desc, lengths, paging, sizes, pipe, C: gl.constexpr):
-    """Feed the ring with the tiles of this CTA's share."""
+    """Feed the slots with the tiles of this CTA's share."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     at = start(C.NUM_STAGES)
     program = gl.program_id(0)
@@ -145,16 +156,24 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(slot, pipe, C: gl.constexpr):
-    """Issue S = Q K^T, as two products: the columns of V, and those behind them. `rebuilt`: Q has 36 descriptors."""
+def issue_scores(at, pipe, C: gl.constexpr):
+    """Issue S = Q K^T, as three products: the first columns of V, those behind V, and the others when they are there.
+    `rebuilt`: Q has 36 descriptors.
+    """
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    k = pipe.k_smem.index(slot).reshape([BLOCK_N, DV]).permute([1, 0])
-    rest = pipe.k_rest.index(slot).reshape([BLOCK_N, PANEL]).permute([1, 0])
-    here = rebuilt(0, slot, True)
-    scores = warpgroup_mma(pipe.q_smem.index(here), k, zeros, use_acc=False, is_async=True)
-    return warpgroup_mma(pipe.q_rest.index(here), rest, scores, is_async=True)
+    here = rebuilt(0, at.slot, True)
+    q = pipe.q_smem.index(here)
+    k = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV])
+    rest = pipe.k_rest.index(at.slot).reshape([BLOCK_N, PANEL]).permute([1, 0])
+    pipe.left_ring.wait(at)
+    first = k.slice(0, HALF, dim=1).permute([1, 0])
+    scores = warpgroup_mma(q.slice(0, HALF, dim=1), first, zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma(pipe.q_rest.index(here), rest, scores, is_async=True)
+    pipe.right_ring.wait(at)
+    others = k.slice(HALF, HALF, dim=1).permute([1, 0])
+    return warpgroup_mma(q.slice(HALF, HALF, dim=1), others, scores, is_async=True)
 
 
 @gluon.jit
@@ -235,17 +254,15 @@ def left(
         acc = gl.zeros([ROWS, HALF], gl.float32, accumulator_layout(HALF))
         top = gl.full([ROWS], NEG_INF, gl.float32, LAYOUT)
         total = gl.zeros([ROWS], gl.float32, LAYOUT)
-        pipe.k_ring.wait(at)
-        scores = warpgroup_mma_wait(0, deps=[issue_scores(at.slot, pipe, C)])
+        scores = warpgroup_mma_wait(0, deps=[issue_scores(at, pipe, C)])
         for _i in range(steps - 1):
             p, alpha, top, total = soften(scores, top, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C)
             issued, operand = add_values(p, alpha, at, turn, acc, pipe, C)
             following = at.next()
-            pipe.k_ring.wait(following)
-            issued_scores = issue_scores(following.slot, pipe, C)
-            # Two products of the scores may be in flight: V is read.
-            acc, operand = warpgroup_mma_wait(2, deps=[issued, operand])
-            pipe.k_ring.release(at)
+            issued_scores = issue_scores(following, pipe, C)
+            # Three products of the scores may be in flight: V is read.
+            acc, operand = warpgroup_mma_wait(3, deps=[issued, operand])
+            pipe.left_ring.release(at)
             scores = warpgroup_mma_wait(0, deps=[issued_scores])
             at = following
             turn = turn.next()
@@ -253,7 +270,7 @@ def left(
         p, alpha, top, total = soften(scores, top, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C)
         issued, operand = add_values(p, alpha, at, turn, acc, pipe, C)
         acc, operand = warpgroup_mma_wait(0, deps=[issued, operand])
-        pipe.k_ring.release(at)
+        pipe.left_ring.release(at)
         at = at.next()
         turn = turn.next()
         pipe.p_ring.await_free(turn)
@@ -288,7 +305,7 @@ def left(
 
 @gluon.jit
 def right(out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C: gl.constexpr):
-    """The other columns of the result."""
+    """The other columns of the result. P comes after the scores, so these are done with a tile that is released here."""
     LAYOUT: gl.constexpr = accumulator_layout(HALF)
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
@@ -307,10 +324,10 @@ def right(out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C: gl.constexpr)
         for _i in range(steps):
             pipe.p_ring.wait(turn)
             acc = acc * pipe.rows_smem.index(0).load(gl.SliceLayout(1, LAYOUT))[:, None]
-            pipe.k_ring.wait(at)
+            pipe.right_ring.wait(at)
             v = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV]).slice(HALF, HALF, dim=1)
             acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(pipe.p_smem, v, acc, is_async=True)])
-            pipe.k_ring.release(at)
+            pipe.right_ring.release(at)
             pipe.p_ring.release(turn)
             at = at.next()
             turn = turn.next()
@@ -368,16 +385,19 @@ def store_half(
     do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "items_ptr"],
 )
 def merge_latent_kernel(
-    out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, num_shares, num_rows, sizes, C: gl.constexpr
-):
-    """Merge the parts of one row of an item and write it. Grid: item * num_rows (the most rows that an item has).
+    out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, num_shares, num_rows, sizes, C: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one row of an item, COLUMNS columns at a time. Grid: item * num_rows (the most rows that an
+    item has), columns // COLUMNS.
 
     The parts come from consecutive shares: the second part of the first one, which ends inside the item, then the first
     part of each other one.
     """
-    PARTS: gl.constexpr = C.MERGED_PARTS
+    PARTS: gl.constexpr = C.MERGED_NUMBERS // COLUMNS
     DV: gl.constexpr = C.DV
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 4], [1, 0])
+    WARPS: gl.constexpr = COLUMNS // 128
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4 // WARPS, WARPS], [1, 0])
     item = gl.program_id(0) // num_rows
     row = gl.program_id(0) % num_rows
     batch_idx = item // sizes.num_kv_heads
@@ -392,8 +412,8 @@ def merge_latent_kernel(
         first = gl.load(items_ptr + 2 * item)
         count = gl.load(items_ptr + 2 * item + 1)
         if count > 1:
-            cols = gl.arange(0, DV, gl.SliceLayout(0, LAYOUT))
-            acc = gl.zeros([DV], gl.float32, gl.SliceLayout(0, LAYOUT))
+            cols = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+            acc = gl.zeros([COLUMNS], gl.float32, gl.SliceLayout(0, LAYOUT))
             top = gl.to_tensor(float("-inf"))
             total = gl.to_tensor(0.0)
             for begin in range(0, count, PARTS):
@@ -415,7 +435,8 @@ def merge_latent_kernel(
             factor, lse_row = finish(top, total, head, sinks_ptr, C)
             at = place_rows(out, batch_idx, q_start, token, head, C)
             gl.store(out[0] + at + cols, (acc * factor).to(out[0].dtype.element_ty))
-            gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, head, C), lse_row)
+            if gl.program_id(1) == 0:
+                gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, head, C), lse_row)
 
 
 # ---- kernel
@@ -436,10 +457,11 @@ def make_pipeline(k_desc, C: gl.constexpr):
     k_rest = gl.allocate_shared_memory(DTYPE, slots_shape(C.NUM_STAGES, C.BLOCK_N, PANEL, PACKED), k_desc.layout)
     p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
     rows_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    k_ring = make_ring(C.NUM_STAGES, 2)
+    left_ring = make_ring(C.NUM_STAGES, 1)
+    right_ring = make_ring(C.NUM_STAGES, 1)
     p_ring = make_ring(1, 1)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    return Pipeline(q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, k_ring, p_ring)
+    return Pipeline(q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, p_ring)
 
 
 @gluon.jit(

@@ -42,6 +42,7 @@ from tilewise.backends.hopper.decode_configs import (
     decode_config,
     latent_config,
     latent_grid,
+    merged_columns,
     num_programs,
     tokens_of,
 )
@@ -614,7 +615,9 @@ def latent_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str,
     calls = [KernelCall(latent_kernel, (shares, blocks, 1), arguments)]
     if shares > 1:
         programs = problem.batch * problem.num_kv_heads * rows
-        calls.append(KernelCall(merge_latent_kernel, (programs, 1, 1), merged))
+        columns = merged_columns(programs, config, device)
+        grid = (programs, config.DV // columns, 1)
+        calls.append(KernelCall(merge_latent_kernel, grid, merged | {"COLUMNS": columns}))
     return [_clear_tail_call(problem), *calls] if config.PACKED_Q else calls
 
 
