@@ -98,7 +98,7 @@ def test_p_that_is_not_waited_for_is_found(
     def wait_long(self: Any, at: Any) -> None:
         wait.function(self, at)
         if at.NUM_SLOTS == 1:  # of P: its reader starts late
-            time.sleep(2e-2)
+            time.sleep(0.1)
 
     monkeypatch.setattr(ring, "wait", wait_long)
     monkeypatch.setattr(ring, method, lambda *_: None)

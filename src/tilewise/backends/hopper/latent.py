@@ -305,7 +305,7 @@ def left(
 
 @gluon.jit
 def right(out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C: gl.constexpr):
-    """The other columns of the result. P comes after the scores, so these are done with a tile that is released here."""
+    """The other columns of the result. P comes after the scores, so these no longer need a tile released here."""
     LAYOUT: gl.constexpr = accumulator_layout(HALF)
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
