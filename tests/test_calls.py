@@ -83,7 +83,7 @@ def test_tensors_off_the_alignment_are_other_calls() -> None:
     """Kernels are compiled, and tensor maps made, for addresses that are multiples of 16 bytes."""
     memory = torch.zeros(1 * 2 * 8 * 16 + 1)
     aligned, off = (memory[start : start + 256].view(1, 2, 8, 16) for start in (0, 1))
-    slots = [calls.slot_of((q, q, q), "dense")[0] for q in (aligned, off, aligned)]
+    slots = [calls.slot_of((q, q, q), ("dense",))[0] for q in (aligned, off, aligned)]
     assert slots[0] is slots[2]
     assert slots[0] is not slots[1]
 
@@ -216,7 +216,7 @@ def test_transforms_see_every_call() -> None:
         want = torch.func.grad(lambda q: call(q, k, v).sum())(q)
     torch.testing.assert_close(want, torch.autograd.grad(call(q.requires_grad_(), k, v).sum(), q)[0])
     with FakeTensorMode() as mode:
-        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], "dense", *Options()) == (None, None)
+        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], ("dense", *Options())) == (None, None)
 
 
 def test_calls_with_e4m3_operands_are_judged_once(judged: list[Any]) -> None:

@@ -100,14 +100,14 @@ class Signature:
         if not self._check(*distinct):
             return None
         places = tuple(map(_address, tensors))
-        if _is_latent(places) is not self._latent:
+        if len(places) > 2 and (places[1] == places[2]) is not self._latent:
             return None
         return places if [place % ALIGNMENT for place in places] == self._offsets else None
 
 
 def _is_latent(places: Sequence[int]) -> bool:
     """Whether the second and third address, those of k and v, are the same: v may then be a view of k's columns."""
-    return places[1:2] == places[2:3]
+    return len(places) > 2 and places[1] == places[2]
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -171,12 +171,17 @@ def _function_modes_watch() -> bool:
 
 
 def slot_of(
-    tensors: Sequence[Any], *key: Any, dropout: Any = 0.0, seed: Any = None, window: Any = None, groups: Any = None
+    tensors: Sequence[Any],
+    key: tuple[Any, ...],
+    dropout: Any = 0.0,
+    window: Any = None,
+    seed: Any = None,
+    groups: Any = None,
 ) -> Found:
     """The slot of a call, or None for a call that is not cached, and the addresses of its tensors if it hit at once.
 
     `tensors` are in the order of `Operands`, without trailing Nones; `key` is the rest of the signature. `dropout`,
-    `seed` and `window` are inspected: a call with dropout depends on a random seed and is not cached. `groups`, the
+    `window` and `seed` are inspected: a call with dropout depends on a random seed and is not cached. `groups`, the
     numbers of a shared prefix, change every step, so they are kept out of the flags' key, where they would evict other
     calls. Arguments may be of any type: what cannot be hashed is not cached.
     """

@@ -43,7 +43,7 @@ def repeated(
     kind: Kind, operands: Operands, flags: Flags, before: Callable[[], None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attention` without dropout, cached per call signature. `before` is called between validation and computing."""
-    slot, places = calls.slot_of(operands, kind, *flags, dropout=flags.dropout)
+    slot, places = calls.slot_of(operands, (kind, *flags), flags.dropout)
     if slot is not None and slot.call is not None:
         return cast("tuple[Tensor, Tensor]", slot.call(operands, places, before))
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))

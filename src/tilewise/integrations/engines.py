@@ -118,6 +118,7 @@ class Layer:
         self._source: tuple[Cache, Tensor | None, Tensor | None] | None = None
         self._views: tuple[Tensor, Tensor] | None = None
         self._attended: tuple[Pages, Pages] | None = None
+        self._page_size = 0
 
     def pages(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
         """Make the views of a cache that `write` and `attend` use; remembered while the cache is the same object."""
@@ -130,6 +131,7 @@ class Layer:
                 fix = "Pass the layer's scales."
                 raise InvalidProblem("k_scale, v_scale", "the scales of an e4m3 cache", None, fix)
             attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
+        self._page_size = k.shape[1]
         # New rows of latents come in two parts, those past V as k.
         self._views, self._attended = (k if self.latent_values is None else k[..., self.latent_values :], v), attended
 
@@ -205,12 +207,14 @@ class Layer:
         self._of(kv_cache, k_scale, v_scale)
         assert self._attended is not None
         k, v = self._attended
-        if batch.page_size is not None and batch.page_size != k.shape[1]:
+        if batch.page_size is not None and batch.page_size != self._page_size:
             fix = "The block table counts pages of another size."
-            raise InvalidProblem("kv_cache", f"pages of {batch.page_size} rows", k.shape[1], fix)
+            raise InvalidProblem("kv_cache", f"pages of {batch.page_size} rows", self._page_size, fix)
         count, causal = batch.num_tokens, batch.causal and self.role == "decoder"
-        if len(q) != count:
+        if q.shape[0] != count:
             q, out = q[:count], out[:count]
+        if out.dim() != 3:
+            out = out.view(count, q.shape[1], v.shape[-1])
         packed, longest = (None, None) if batch.is_decode else (batch.cu_seqlens_q, batch.max_seqlen_q)
         attention_paged(
             q,
@@ -225,9 +229,9 @@ class Layer:
             window=self._windows[causal],
             softcap=self.softcap,
             scale=self.scale,
-            alibi_slopes=self._alibi_on(q.device),
+            alibi_slopes=None if self._slopes is None else self._alibi_on(q.device),
             sinks=self.sinks,
-            out=out.view(count, q.shape[1], v.shape[-1]),
+            out=out,
         )
 
     def attend_unpaged(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, out: Tensor) -> None:

@@ -189,7 +189,7 @@ class Pass:
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         made = [allocate(shape, strides, dtype) for shape, strides, dtype in self._made]
-        used = made if self._counters is None else [*made, self._counters.current(self.num_counters)]
+        used = made if self._counters is None else [*made, self._counters.current(self.num_counters, stream)]
         places = (stream, *places, *[tensor.data_ptr() for tensor in used])
         filled = self._filled.get(places)
         if filled is None:
