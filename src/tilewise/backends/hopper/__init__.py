@@ -53,9 +53,7 @@ class HopperBackend(GpuBackend):
 
     name = "hopper"
     ignores_batch = "the rows of a tile belong to one sequence, and the tile's size does not depend on the batch"
-    finds_largest = (
-        "warpgroups raise their head's with the maximum of their rows, to which softmax refers in such calls"
-    )
+    finds_largest = "warpgroups raise their head's with the maximum of their rows, which softmax computes"
     many_keys = MANY_KEYS
 
     def unavailable(self) -> str | None:
