@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tilewise
 from tilewise import calls, fp8, settings, validation
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
+from tilewise.kv.writing import write_rows
 from tilewise.operands import Options
 
 
@@ -269,3 +270,19 @@ def test_a_nested_tensor_is_refused_in_every_place(place: str) -> None:
         with pytest.raises(InvalidProblem):
             tilewise.attention(**{**arguments, place: nested})
         tilewise.attention(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_rows_are_written_by_cached_calls(dtype: torch.dtype) -> None:
+    """The second call with a signature writes its own rows into its own slots, and skips what has none."""
+    pages = torch.zeros(2, 3, 4, 2, 16, dtype=dtype)
+    expected = pages.float()
+    for start in (0, 5, 7):
+        k, v = ((torch.randn(2, 3, 2, 16) * 4).to(dtype)).unbind()
+        write_rows(k, v, pages[0], pages[1], torch.tensor([start, -1, start + 1]))
+        for new, rows in zip((k, v), expected.flatten(1, 2), strict=True):
+            rows[[start, start + 1]] = new[[0, 2]].float()
+    torch.testing.assert_close(pages.float(), expected)
+    for _ in range(2):
+        with pytest.raises(InvalidProblem, match="slots: expected an int64 tensor"):
+            write_rows(k, v, pages[0], pages[1], torch.tensor([0, 1, 2], dtype=torch.int32))

@@ -412,7 +412,8 @@ def _attend(
         key = (kind, *given_options, *about)
         slot, places = calls.slot_of(tensors, key, given_options[DROPOUT], given_options[WINDOW], seed, groups)
     if slot is not None and slot.call is not None:
-        return slot.call(tensors, places)
+        found: calls.Result = slot.call(tensors, places)
+        return found
     operands, options = Operands(*given)._replace(out=out), Options(*given_options)
     if slot is None and sharded.is_dtensor(operands.q):
 

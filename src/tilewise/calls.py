@@ -122,7 +122,7 @@ class Slot:
     __slots__ = ("call", "groups", "is_tried", "signature")
 
     def __init__(self, groups: Any) -> None:
-        self.call: Callable[..., Result] | None = None
+        self.call: Callable[..., Any] | None = None
         self.signature: Signature | None = None
         self.groups, self.is_tried = groups, False
 

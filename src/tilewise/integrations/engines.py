@@ -118,7 +118,7 @@ class Layer:
         self._source: tuple[Cache, Tensor | None, Tensor | None] | None = None
         self._views: tuple[Tensor, Tensor] | None = None
         self._attended: tuple[Pages, Pages] | None = None
-        self._page_size = 0
+        self._page_size, self._row_shapes = 0, tuple[torch.Size, ...]()
 
     def pages(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
         """Make the views of a cache that `write` and `attend` use; remembered while the cache is the same object."""
@@ -133,7 +133,10 @@ class Layer:
             attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
         self._page_size = k.shape[1]
         # New rows of latents come in two parts, those past V as k.
-        self._views, self._attended = (k if self.latent_values is None else k[..., self.latent_values :], v), attended
+        rows = (k if self.latent_values is None else k[..., self.latent_values :], v)
+        self._views = (rows[0].view(torch.uint8), v.view(torch.uint8)) if self.is_e4m3 else rows
+        self._row_shapes = tuple(pages.shape[2:] for pages in rows)
+        self._attended = attended
 
     def _apart(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a tensor that has both."""
@@ -175,16 +178,16 @@ class Layer:
         """Store rows of k and v (tokens, num_kv_heads, dim) in their slots. Rows past the slots are padding."""
         self._of(kv_cache, k_scale, v_scale)
         assert self._views is not None
-        for name, given, pages in zip(("k", "v"), (k, v), self._views, strict=True):
-            if given.shape[1:] != pages.shape[2:] or len(given) != len(k):
-                expected = f"({len(k)} tokens, {pages.shape[2]}, {pages.shape[3]})"
+        rows, count, dtype = k.shape[0], slots.shape[0], self._views[0].dtype
+        for name, given, shape in (("k", k, self._row_shapes[0]), ("v", v, self._row_shapes[1])):
+            if given.shape != (rows, *shape):
+                expected = f"({rows} tokens, {shape[0]}, {shape[1]})"
                 raise InvalidProblem(name, expected, tuple(given.shape), "Rows have the heads of the cache.")
-            if not self.is_e4m3 and given.dtype != pages.dtype:
-                raise InvalidProblem(name, f"the dtype of the cache, {pages.dtype}", given.dtype, "Convert the rows.")
-        count = len(slots)
-        if len(k) != count:
-            if len(k) < count:
-                raise InvalidProblem("slots", f"one for each of {len(k)} rows of k", count, "Cut the padding off.")
+            if given.dtype != dtype and not self.is_e4m3:
+                raise InvalidProblem(name, f"the dtype of the cache, {dtype}", given.dtype, "Convert the rows.")
+        if rows != count:
+            if rows < count:
+                raise InvalidProblem("slots", f"one for each of {rows} rows of k", count, "Cut the padding off.")
             k, v = k[:count], v[:count]
         if self.is_e4m3:
             if not count:
@@ -263,6 +266,6 @@ class Layer:
 
 
 def _encoded(rows: Tensor, scale: Tensor) -> Tensor:
-    """e4m3 codes of rows / scale; values beyond 448 * scale saturate."""
+    """e4m3 codes of rows / scale, as bytes; values beyond 448 * scale saturate."""
     given = scale.reshape(1, -1, 1)
-    return quantize(rows[None], granularity="head", layout="bshd", scale=given).data[0]
+    return quantize(rows[None], granularity="head", layout="bshd", scale=given).data[0].view(torch.uint8)

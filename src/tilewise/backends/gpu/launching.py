@@ -263,8 +263,18 @@ def run_described(
     """Run the calls that `describe` makes of sizes and views; they write into given tensors, the first of which is not
     None. The pass is cached.
     """
+    bound_described(describe, names, sizes, tensors).run(tensors)
+
+
+def bound_described(
+    describe: Callable[[Any, RawViews], Iterable[KernelCall]],
+    names: tuple[str, ...],
+    sizes: Any,
+    tensors: Sequence[Tensor | None],
+) -> Pass:
+    """The pass of `run_described`."""
     assert tensors[0] is not None
-    _described(describe, names, sizes, raw_views(tensors), tensors[0].device).run(tensors)
+    return _described(describe, names, sizes, raw_views(tensors), tensors[0].device)
 
 
 @functools.lru_cache(maxsize=MAX_PASSES)

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import RawView, RawViews, run_described
+from tilewise.backends.gpu.launching import Pass, RawView, RawViews, bound_described, run_described
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.triton.quantising import AMAX_FLOOR, E4M3_MAX, LARGEST, e4m3_bits
 from tilewise.numerics import LN2 as LN2_FLOAT
@@ -286,10 +286,15 @@ APPENDED = ("k", "v", "k_pages", "v_pages", "k_scale", "v_scale", "slots")
 MERGED = ("out", "lse", "part", "part_lse", "rows")
 
 
-def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def write_rows(*tensors: Tensor) -> None:
     """See tilewise.kv.writing. The last dimension of every tensor is contiguous."""
+    bind_write(*tensors).run(tensors)
+
+
+def bind_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Pass:
+    """The pass of `write_rows` for tensors like these."""
     sizes = (*k.shape, v.shape[2], k_pages.shape[1])
-    run_described(write_calls, WRITTEN, sizes, (k, v, k_pages, v_pages, slots))
+    return bound_described(write_calls, WRITTEN, sizes, (k, v, k_pages, v_pages, slots))
 
 
 def append_quantised(
