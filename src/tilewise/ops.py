@@ -304,8 +304,9 @@ class _BoundBackward(NamedTuple):
 
 def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) -> bool:
     """Whether any tensor in `ready` is a copy of the one in `given`."""
-    return any(
-        a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, ready, strict=True)
+    return given is not ready and any(
+        a is not b and a is not None and b is not None and a.data_ptr() != b.data_ptr()
+        for a, b in zip(given, ready, strict=True)
     )
 
 

@@ -164,8 +164,9 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield "k, v in int8: these kernels take one scale for a page of keys, not one for each of its tokens"
     if problem.fp8 and not decodes(problem):
         yield from _fp8_refusals(problem)
+    features = problem.features
     for name in ("alibi", "bias", "mask", "dropout"):
-        if name in problem.features:
+        if name in features:
             yield f"{name} is not compiled into these kernels"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (keys are hidden and the maximum is taken before scaling)"
