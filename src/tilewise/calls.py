@@ -30,6 +30,7 @@ MAX_CALLS, MAX_FAMILIES = 1024, 256
 # Kernels are specialised by the alignment of addresses up to this many bytes.
 ALIGNMENT = 16
 NUMBERS = (float, int, bool)
+PLAIN = (Tensor, Parameter)
 INTEGERS, SIDES = frozenset((int,)), frozenset((int, type(None)))
 # The C functions behind torch's wrappers, which are slower.
 _num_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
@@ -138,10 +139,7 @@ class Family:
 
 def are_plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether the tensors hold their own data: none is fake, of a subclass, or a batched wrapper of vmap."""
-    return all(
-        t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta and not _is_wrapped(t))
-        for t in tensors
-    )
+    return all(t is None or (type(t) in PLAIN and not t.is_meta and not _is_wrapped(t)) for t in tensors)
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
@@ -235,7 +233,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | No
     for tensor in tensors:
         if tensor is None:
             looks.append(None)
-        elif (type(tensor) is Tensor or type(tensor) is Parameter) and not (tensor.is_neg() or tensor.is_nested):
+        elif type(tensor) in PLAIN and not (tensor.is_neg() or tensor.is_nested):
             looks += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
             places.append(tensor.data_ptr())
             looks.append(places[-1] % ALIGNMENT)
