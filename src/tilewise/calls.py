@@ -66,7 +66,8 @@ class Signature:
         self._present = _picker(places)
         present = [tensor for tensor in tensors if tensor is not None]
         # The guards refuse a tensor that is passed twice.
-        firsts = [next(j for j, other in enumerate(present) if other is tensor) for tensor in present]
+        same = [id(tensor) for tensor in present]
+        firsts = [same.index(number) for number in same]
         self._twins = [(i, j) for i, j in enumerate(firsts) if i != j]
         self._distinct = _picker(sorted(set(firsts)))
         distinct = self._distinct(present)
