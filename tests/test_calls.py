@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tilewise
 from tilewise import calls, fp8, settings, validation
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
+from tilewise.kv.writing import write_rows
 from tilewise.operands import Options
 
 
@@ -83,7 +84,7 @@ def test_tensors_off_the_alignment_are_other_calls() -> None:
     """Kernels are compiled, and tensor maps made, for addresses that are multiples of 16 bytes."""
     memory = torch.zeros(1 * 2 * 8 * 16 + 1)
     aligned, off = (memory[start : start + 256].view(1, 2, 8, 16) for start in (0, 1))
-    slots = [calls.slot_of((q, q, q), "dense")[0] for q in (aligned, off, aligned)]
+    slots = [calls.slot_of((q, q, q), ("dense",))[0] for q in (aligned, off, aligned)]
     assert slots[0] is slots[2]
     assert slots[0] is not slots[1]
 
@@ -216,7 +217,7 @@ def test_transforms_see_every_call() -> None:
         want = torch.func.grad(lambda q: call(q, k, v).sum())(q)
     torch.testing.assert_close(want, torch.autograd.grad(call(q.requires_grad_(), k, v).sum(), q)[0])
     with FakeTensorMode() as mode:
-        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], "dense", *Options()) == (None, None)
+        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], ("dense", *Options())) == (None, None)
 
 
 def test_calls_with_e4m3_operands_are_judged_once(judged: list[Any]) -> None:
@@ -269,3 +270,19 @@ def test_a_nested_tensor_is_refused_in_every_place(place: str) -> None:
         with pytest.raises(InvalidProblem):
             tilewise.attention(**{**arguments, place: nested})
         tilewise.attention(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_rows_are_written_by_cached_calls(dtype: torch.dtype) -> None:
+    """The second call with a signature writes its own rows into its own slots, and skips what has none."""
+    pages = torch.zeros(2, 3, 4, 2, 16, dtype=dtype)
+    expected = pages.float()
+    for start in (0, 5, 7):
+        k, v = ((torch.randn(2, 3, 2, 16) * 4).to(dtype)).unbind()
+        write_rows(k, v, pages[0], pages[1], torch.tensor([start, -1, start + 1]))
+        for new, rows in zip((k, v), expected.flatten(1, 2), strict=True):
+            rows[[start, start + 1]] = new[[0, 2]].float()
+    torch.testing.assert_close(pages.float(), expected)
+    for _ in range(2):
+        with pytest.raises(InvalidProblem, match="slots: expected an int64 tensor"):
+            write_rows(k, v, pages[0], pages[1], torch.tensor([0, 1, 2], dtype=torch.int32))

@@ -51,7 +51,7 @@ ARROWS: dict[str, set[str]] = {
     "cascade": {"derivatives", "ops", "tracing", "validation", "dispatch", "operands", "problem", "numerics", "device"},
     "api": {"backends", "calls", "cascade", "derivatives", "dispatch", "fp8", "numerics", "operands", "ops", "problem"}
     | {"sharded", "tile_masks", "tracing", "validation"},
-    "kv": {"fp8", "api", "canonical", "cascade", "derivatives", "dispatch", "plan", "problem", "validation"},
+    "kv": {"fp8", "api", "calls", "canonical", "cascade", "derivatives", "dispatch", "plan", "problem", "validation"},
     "backends": SPINE | {"fp8"},
     "plan": SPINE | {"fp8", "tile_masks", "validation", "dispatch", "cascade", "figures"},
     "testing": SPINE | {"fp8", "tile_masks", "api", "__init__", "backends", "dispatch", "validation"},

@@ -80,6 +80,7 @@ Attended = Tensor | Fp8Tensor
 NO_INDICES = (None,) * Operands._fields.index("bias")
 MASK = Operands._fields.index("mask")
 NOTHING = (None,) * Operands._fields.index("out")
+DROPOUT, WINDOW = Options._fields.index("dropout"), Options._fields.index("window")
 
 
 @overload
@@ -175,9 +176,9 @@ def attention(
     """
     if unknown:
         raise validation.unexpected(attention, unknown)
-    options = Options(
-        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse,
-        return_max_logits=return_max_logits,
+    options = (
+        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, None, None,
+        return_max_logits,
     )  # fmt: skip
     return _attend("dense", (q, k, v), (bias, mask, alibi_slopes, sinks), options, seed, out)
 
@@ -270,7 +271,7 @@ def attention_varlen(
     """
     if unknown:
         raise validation.unexpected(attention_varlen, unknown)
-    options = Options(
+    options = (
         causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k,
         return_max_logits,
     )  # fmt: skip
@@ -367,9 +368,9 @@ def attention_paged(
     """
     if unknown:
         raise validation.unexpected(attention_paged, unknown)
-    options = Options(
-        causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, max_seqlen_q,
-        return_max_logits=return_max_logits,
+    options = (
+        causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, max_seqlen_q, None,
+        return_max_logits,
     )  # fmt: skip
     given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
     return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, None, out, shared_prefix)
@@ -379,14 +380,15 @@ def _attend(
     kind: Kind,
     given: tuple[Any, ...],
     scores: tuple[Any, Any, Any, Any],
-    options: Options,
+    given_options: tuple[Any, ...],
     seed: int | Tensor | None,
     out: Tensor | None,
     shared_prefix: Any = None,
 ) -> calls.Result:
     """Common path of the three calls: run the cached call if the signature is known, else validate and run.
 
-    `given` are the first operands in the order of `Operands`, `scores` are bias, mask, alibi_slopes and sinks.
+    `given` are the first operands in the order of `Operands`, `scores` are bias, mask, alibi_slopes and sinks,
+    `given_options` are in the order of `Options`.
     """
     bias, mask, alibi_slopes, sinks = scores
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
@@ -407,12 +409,12 @@ def _attend(
         groups = shared_prefix[0]
         tensors += shared_prefix[1:]
     if groups is not None or shared_prefix is None:
-        slot, places = calls.slot_of(
-            tensors, kind, *options, *about, dropout=options.dropout, seed=seed, window=options.window, groups=groups
-        )
+        key = (kind, *given_options, *about)
+        slot, places = calls.slot_of(tensors, key, given_options[DROPOUT], given_options[WINDOW], seed, groups)
     if slot is not None and slot.call is not None:
-        return slot.call(tensors, places)
-    operands = Operands(*given)._replace(out=out)
+        found: calls.Result = slot.call(tensors, places)
+        return found
+    operands, options = Operands(*given)._replace(out=out), Options(*given_options)
     if slot is None and sharded.is_dtensor(operands.q):
 
         def attend(parts: Operands, options: Options) -> calls.Result:
@@ -497,7 +499,7 @@ def refuse_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **others: A
     none = cu_seqlens[:1]
     operands, options = _sorted((q[:0], k[:0], v[:0]), {"cu_seqlens_q": none, "cu_seqlens_k": none, **others})
     options = options._replace(causal=True, max_seqlen_q=0, max_seqlen_k=0)
-    slot, _ = calls.slot_of(operands, "refused", *options, window=options.window)
+    slot, _ = calls.slot_of(operands, ("refused", *options), window=options.window)
     if slot is not None and slot.is_tried:
         return
     query, key, value = validation.autocast_stand_ins(*operands[:3])

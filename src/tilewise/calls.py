@@ -30,6 +30,7 @@ MAX_CALLS, MAX_FAMILIES = 1024, 256
 # Kernels are specialised by the alignment of addresses up to this many bytes.
 ALIGNMENT = 16
 NUMBERS = (float, int, bool)
+PLAIN = (Tensor, Parameter)
 INTEGERS, SIDES = frozenset((int,)), frozenset((int, type(None)))
 # The C functions behind torch's wrappers, which are slower.
 _num_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
@@ -65,7 +66,8 @@ class Signature:
         self._present = _picker(places)
         present = [tensor for tensor in tensors if tensor is not None]
         # The guards refuse a tensor that is passed twice.
-        firsts = [next(j for j, other in enumerate(present) if other is tensor) for tensor in present]
+        same = [id(tensor) for tensor in present]
+        firsts = [same.index(number) for number in same]
         self._twins = [(i, j) for i, j in enumerate(firsts) if i != j]
         self._distinct = _picker(sorted(set(firsts)))
         distinct = self._distinct(present)
@@ -100,14 +102,14 @@ class Signature:
         if not self._check(*distinct):
             return None
         places = tuple(map(_address, tensors))
-        if _is_latent(places) is not self._latent:
+        if len(places) > 2 and (places[1] == places[2]) is not self._latent:
             return None
         return places if [place % ALIGNMENT for place in places] == self._offsets else None
 
 
 def _is_latent(places: Sequence[int]) -> bool:
     """Whether the second and third address, those of k and v, are the same: v may then be a view of k's columns."""
-    return places[1:2] == places[2:3]
+    return len(places) > 2 and places[1] == places[2]
 
 
 def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -122,7 +124,7 @@ class Slot:
     __slots__ = ("call", "groups", "is_tried", "signature")
 
     def __init__(self, groups: Any) -> None:
-        self.call: Callable[..., Result] | None = None
+        self.call: Callable[..., Any] | None = None
         self.signature: Signature | None = None
         self.groups, self.is_tried = groups, False
 
@@ -138,10 +140,7 @@ class Family:
 
 def are_plain(tensors: Sequence[Tensor | None]) -> bool:
     """Whether the tensors hold their own data: none is fake, of a subclass, or a batched wrapper of vmap."""
-    return all(
-        t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta and not _is_wrapped(t))
-        for t in tensors
-    )
+    return all(t is None or (type(t) in PLAIN and not t.is_meta and not _is_wrapped(t)) for t in tensors)
 
 
 def _is_wrapped(tensor: Tensor) -> bool:
@@ -171,12 +170,17 @@ def _function_modes_watch() -> bool:
 
 
 def slot_of(
-    tensors: Sequence[Any], *key: Any, dropout: Any = 0.0, seed: Any = None, window: Any = None, groups: Any = None
+    tensors: Sequence[Any],
+    key: tuple[Any, ...],
+    dropout: Any = 0.0,
+    window: Any = None,
+    seed: Any = None,
+    groups: Any = None,
 ) -> Found:
     """The slot of a call, or None for a call that is not cached, and the addresses of its tensors if it hit at once.
 
     `tensors` are in the order of `Operands`, without trailing Nones; `key` is the rest of the signature. `dropout`,
-    `seed` and `window` are inspected: a call with dropout depends on a random seed and is not cached. `groups`, the
+    `window` and `seed` are inspected: a call with dropout depends on a random seed and is not cached. `groups`, the
     numbers of a shared prefix, change every step, so they are kept out of the flags' key, where they would evict other
     calls. Arguments may be of any type: what cannot be hashed is not cached.
     """
@@ -230,7 +234,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | No
     for tensor in tensors:
         if tensor is None:
             looks.append(None)
-        elif (type(tensor) is Tensor or type(tensor) is Parameter) and not (tensor.is_neg() or tensor.is_nested):
+        elif type(tensor) in PLAIN and not (tensor.is_neg() or tensor.is_nested):
             looks += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
             places.append(tensor.data_ptr())
             looks.append(places[-1] % ALIGNMENT)

@@ -43,7 +43,7 @@ def repeated(
     kind: Kind, operands: Operands, flags: Flags, before: Callable[[], None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attention` without dropout, cached per call signature. `before` is called between validation and computing."""
-    slot, places = calls.slot_of(operands, kind, *flags, dropout=flags.dropout)
+    slot, places = calls.slot_of(operands, (kind, *flags), flags.dropout)
     if slot is not None and slot.call is not None:
         return cast("tuple[Tensor, Tensor]", slot.call(operands, places, before))
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))
@@ -249,9 +249,11 @@ class Call:
     def _bound_forward(self, operands: Operands) -> Bound | None:
         backend = self._chosen.backend
         ready = canonical(self.problem, operands)
-        if not isinstance(backend, Binding) or _is_moved(operands, ready):
+        if not _binds(type(backend)) or _is_moved(operands, ready):
             return None
-        bound = backend.bind_forward(self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
+        bound = cast("Binding", backend).bind_forward(
+            self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad
+        )
         # A pass that allocates its own `out` would need a copy in every call, which the general path makes.
         return None if bound is not None and operands.out is not None and "out" in bound.made else bound
 
@@ -281,14 +283,16 @@ class Call:
     def _bind_backward(self, given: tuple[Any, ...], wanted: Wanted) -> Bound | None:
         dout, dlse, out, lse, *tensors = given
         backend, problem = self._chosen.backend, self.problem
-        if not isinstance(backend, Binding) or dout is None:
+        if not _binds(type(backend)) or dout is None:
             return None
         operands = Operands(*tensors)
         ready = canonical(problem, operands)
         dout_ready = contiguous_last(heads_first(problem, dout))
         if _is_moved((dout, *operands), (dout_ready, *ready)):
             return None
-        return backend.bind_backward(problem, ready, heads_first(problem, out), lse, dout_ready, dlse, wanted)
+        return cast("Binding", backend).bind_backward(
+            problem, ready, heads_first(problem, out), lse, dout_ready, dlse, wanted
+        )
 
 
 class _BoundBackward(NamedTuple):
@@ -302,10 +306,17 @@ class _BoundBackward(NamedTuple):
     results: tuple[int | None, ...]
 
 
+@functools.lru_cache(maxsize=64)
+def _binds(kind: type) -> bool:
+    """Whether backends of a class have bound passes; cached, because looking for methods by name takes long."""
+    return issubclass(kind, Binding)
+
+
 def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) -> bool:
     """Whether any tensor in `ready` is a copy of the one in `given`."""
-    return any(
-        a is not None and b is not None and a.data_ptr() != b.data_ptr() for a, b in zip(given, ready, strict=True)
+    return given is not ready and any(
+        a is not b and a is not None and b is not None and a.data_ptr() != b.data_ptr()
+        for a, b in zip(given, ready, strict=True)
     )
 
 

@@ -146,6 +146,21 @@ def test_interpreted_int8_scales_may_differ_from_token_to_token(
 
 
 @only_interpreted
+def test_interpreted_int8_pages_with_scales_in_the_cells_of_tokens() -> None:
+    """Keys, values and their scales next to each other, as engines store them."""
+    torch.manual_seed(0)
+    k, v = (fp8.quantize_pages(torch.randn(22, 16, 2, 32), dtype=torch.int8) for _ in range(2))
+    q = torch.randn(1, 4, 32, dtype=BF16)
+    cells = torch.full((22, 16, 2, 80), -1, dtype=torch.int8)
+    rows, numbers = cells.split([32, 32, 16], -1)[:2], cells.view(torch.float32).transpose(1, 2)
+    for n, given in enumerate((k, v)):
+        rows[n].copy_(given.data)
+        numbers[..., n - 2].copy_(given.scale)
+    inside = [fp8.Fp8Tensor(rows[n], numbers[..., n - 2], "token", "paged", 1) for n in range(2)]
+    assert torch.equal(paged_call(inside[0], inside[1], q, 300), paged_call(k, v, q, 300))
+
+
+@only_interpreted
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
 def test_interpreted_a_large_value_outside_the_window_changes_nothing(codes: torch.dtype) -> None:
     torch.manual_seed(0)

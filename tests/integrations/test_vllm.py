@@ -12,9 +12,10 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import cascade, settings
+from tilewise.fp8.rounding import encode_rows
 from tilewise.integrations import vllm as plugin
 from tilewise.integrations.engines import Layer
-from vllm_stand_in import CommonAttentionMetadata, CrossAttentionSpec, FullAttentionSpec, installed
+from vllm_stand_in import CommonAttentionMetadata, CrossAttentionSpec, FullAttentionSpec, KVQuantMode, installed
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -39,17 +40,18 @@ class Engine:
     blocks: int = 128
     block_size: int = BLOCK
     scales: tuple[Tensor, Tensor] | None = None
+    is_int8: bool = False
 
     def __post_init__(self) -> None:
         self.draw = torch.Generator().manual_seed(5)
-        dtype = torch.uint8 if self.scales is not None else self.dtype
+        dtype = torch.uint8 if self.scales is not None else torch.int8 if self.is_int8 else self.dtype
         columns = DIM + self.head_dim_v
         shape = (self.blocks, KV_HEADS, self.block_size, columns)
         if not self.heads_first:
             shape = (self.blocks, self.block_size, KV_HEADS, columns)
         memory = torch.zeros(shape, dtype=dtype)
         # What no request wrote is never read: NaN in every format.
-        memory.fill_(127 if dtype == torch.uint8 else float("nan"))
+        memory.fill_({torch.uint8: 127, torch.int8: -1}.get(dtype, float("nan")))
         self.cache = memory if self.heads_first else memory.transpose(1, 2)
         self.spec = self.spec or FullAttentionSpec(self.block_size)
         config = SimpleNamespace(kv_transfer_config=None)
@@ -142,6 +144,9 @@ class Engine:
 
     def stored(self, rows: Tensor, scale: Tensor) -> Tensor:
         """What the cache holds of them."""
+        if self.is_int8:
+            codes, scales = encode_rows(rows)
+            return codes.float() * scales[..., None]
         if self.scales is None:
             return rows
         scale = scale.reshape(1, -1, 1)
@@ -312,6 +317,28 @@ def test_a_cache_in_e4m3(classes: Any, dtype: torch.dtype, per_head: bool) -> No
         torch.testing.assert_close(got, want, atol=0.1, rtol=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_cache_in_int8(classes: Any, dtype: torch.dtype, heads_first: bool) -> None:
+    """A scale for each token and head, in the cell of its numbers; other cells and unused bytes stay as they are."""
+    spec = FullAttentionSpec(BLOCK, DIM, DIM, KVQuantMode.INT8_PER_TOKEN_HEAD)
+    cell = classes.TilewiseBackend.customize_spec(spec).state_content_bytes
+    assert cell == 80
+    assert classes.TilewiseBackend.customize_spec(FullAttentionSpec(BLOCK)).state_content_bytes is None
+    given = {"kv_cache_dtype": "int8_per_token_head"}
+    engine = Engine(classes, dtype, heads_first, head_dim_v=cell - DIM, spec=spec, impl_options=given, is_int8=True)
+    engine.head_dim_v = DIM
+    a, b = engine.add(), engine.add()
+    for counts in ([50, 7], [1, 30], [1, 1]):
+        engine.step([a, b], counts, padding=2)
+        engine.check()
+    written = engine.cache.view(torch.float32)[..., -2:]
+    assert int(written.isfinite().all(-1).sum()) == KV_HEADS * (52 + 38)
+    assert bool((engine.cache[..., 2 * DIM : -8] == -1).all())
+    with pytest.raises(tw.InvalidProblem, match=r"kv_cache: expected int8 \(num_pages, 2, page_size, 80\)"):
+        engine.impl.layer.pages(engine.cache[..., :72])
+
+
 def test_equal_first_pages_are_read_once(classes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule leaves so few keys to every request; without its price they are grouped."""
     monkeypatch.setitem(cascade.LAUNCH_SECONDS, "cpu", 0.0)
@@ -368,7 +395,8 @@ def test_refusals_name_the_reason(classes: Any) -> None:
     assert offered.supports_combination(64, torch.bfloat16, "bfloat16", *rest) is None
     assert "CUSTOM_MLA" in offered.supports_combination(576, torch.bfloat16, "auto", 16, True, *rest[2:])
     assert not offered.supports_kv_cache_dtype("fp8_e5m2")
-    assert not offered.supports_kv_cache_dtype("int8_per_token_head")
+    assert offered.supports_kv_cache_dtype("int8_per_token_head")
+    assert not offered.supports_kv_cache_dtype("fp8_per_token_head")
     with pytest.raises(tw.Unsupported, match="fp8_e5m2"):  # the CPU platform does not ask before
         classes.TilewiseImpl(HEADS, DIM, 1.0, KV_HEADS, kv_cache_dtype="fp8_e5m2")
     with pytest.raises(tw.Unsupported, match="head size 600"):

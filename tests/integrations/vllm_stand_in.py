@@ -19,7 +19,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["CommonAttentionMetadata", "CrossAttentionSpec", "FullAttentionSpec", "Registered", "installed"]
+__all__ = [
+    "CommonAttentionMetadata",
+    "CrossAttentionSpec",
+    "FullAttentionSpec",
+    "KVQuantMode",
+    "Registered",
+    "installed",
+]
 
 Metadata = TypeVar("Metadata")
 
@@ -92,9 +99,19 @@ class CommonAttentionMetadata:
     rswa_prefix_lens: Tensor | None = None
 
 
+class KVQuantMode(enum.IntEnum):
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+
+
 @dataclass
 class FullAttentionSpec:
     block_size: int
+    head_size: int = 64
+    head_size_v: int = 64
+    kv_quant_mode: KVQuantMode = KVQuantMode.NONE
+    state_content_bytes: int | None = None
 
 
 @dataclass
@@ -193,6 +210,7 @@ def installed() -> Iterator[Registered]:
         setattr(latent, latent_part.__name__, latent_part)
     specs = types.ModuleType("vllm.v1.kv_cache_interface")
     specs.FullAttentionSpec = FullAttentionSpec  # type: ignore[attr-defined]
+    specs.KVQuantMode = KVQuantMode  # type: ignore[attr-defined]
     registry = types.ModuleType("vllm.v1.attention.backends.registry")
     registry.AttentionBackendEnum = AttentionBackendEnum  # type: ignore[attr-defined]
     registry.register_backend = registered.register_backend  # type: ignore[attr-defined]

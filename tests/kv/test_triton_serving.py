@@ -129,7 +129,7 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(
 def test_the_int8_kernel_writes_the_bits_of_torch(
     dtype: torch.dtype, prompts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots in any order, rows without one, NaN, infinities, zeros, ties, and magnitudes of all sizes."""
+    """Slots in any order, rows without one, NaN, infinities, zeros, ties, magnitudes of all sizes, strided scales."""
     from tilewise.backends.gpu import launching
     from tilewise.backends.triton import serving
     from tilewise.fp8.rounding import encode_rows
@@ -146,6 +146,8 @@ def test_the_int8_kernel_writes_the_bits_of_torch(
     rows = [t.to(dtype) for t in new]
     pages = [torch.randint(-128, 128, (num_pages, page_size, heads, dim), dtype=torch.int8) for dim in (24, 40)]
     scales = [torch.full((num_pages, heads, page_size), 3.0) for _ in pages]
+    if prompts:  # next to each other, as in a cell of a token
+        scales = list(torch.full((num_pages, page_size, heads, 2), 3.0).transpose(1, 2).unbind(-1))
     expected = [t.clone() for t in (*pages, *scales)]
     serving.append_quantised(rows[0], rows[1], pages[0], pages[1], scales[0], scales[1], slots)
     for n in range(2):

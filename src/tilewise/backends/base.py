@@ -166,6 +166,10 @@ class Prefixes(Protocol):
         """Runs for operands, rows, out and lse. None if this call must take the general path."""
 
 
+# Takes the tensors of `write_rows`, and their addresses if they are known.
+Writing = Callable[[Sequence[Tensor], tuple[int, ...] | None], object]
+
+
 @runtime_checkable
 class Serving(Protocol):
     """A backend with the passes that a paged cache needs in addition to attention. See tilewise.kv,
@@ -176,6 +180,9 @@ class Serving(Protocol):
 
     def write_rows(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
         """Writes rows of K and V into slots of pages. A negative slot is skipped."""
+
+    def bind_write(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Writing:
+        """`write_rows` for tensors with the shapes, strides and alignment of these."""
 
     def append_quantised(
         self,

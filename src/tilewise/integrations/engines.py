@@ -7,7 +7,8 @@ attends to them. Neither imports an engine.
 The engine's cache of a layer is one tensor (num_pages, num_kv_heads, page_size, head_dim + head_dim_v) with the keys
 and values of a token next to each other, in any physical order of the first three dimensions; or two, of keys and of
 values (num_pages, page_size, num_kv_heads, dim). A cache of latents is (num_pages, page_size, columns), whose first
-columns are the values. It is read and written in place, through two strided views.
+columns are the values. It is read and written in place, through two strided views. In int8, a cell of a token and
+head is `int8_cell` bytes: its keys, its values, and at the end their two scales in fp32.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.fp8.quantisation import quantize
+from tilewise.kv.quantised import append_quantised
 from tilewise.kv.shared import shared_prefix_of
 from tilewise.kv.writing import write_rows
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
@@ -33,6 +35,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Role = Literal["decoder", "encoder", "cross"]
 Pages = Tensor | Fp8Tensor
 Cache = Tensor | tuple[Tensor, Tensor]
+# Cells of an int8 cache are multiples of this, so that kernels load 16 bytes at a time.
+CELL_BYTES, SCALE_BYTES = 16, 4
 
 
 @dataclass
@@ -87,11 +91,12 @@ class Layer:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         is_e4m3: bool = False,
+        is_int8: bool = False,
         role: Role = "decoder",
         latent_values: int | None = None,
     ) -> None:
-        """`window` counts the keys that a query sees, itself included. A cache in e4m3 has scales, given per call.
-        `latent_values`: the cache holds latents, and so many of their `head_dim` columns are V.
+        """`window` counts the keys that a query sees, itself included. A cache in e4m3 has scales, given per call; one
+        in int8 holds its own. `latent_values`: the cache holds latents, and so many of their `head_dim` columns are V.
         """
         most = MAX_HEAD_DIM_V if latent_values is None else MAX_HEAD_DIM
         if not 1 <= head_dim <= most:
@@ -103,10 +108,12 @@ class Layer:
             raise InvalidProblem("num_heads", f"a multiple of num_kv_heads = {num_kv_heads}", num_heads, fix)
         if window is not None and window < 1:
             raise InvalidProblem("window", "at least 1 key", window, "Pass None for a layer without a window.")
-        if is_e4m3 and role == "encoder":
-            raise Unsupported("an encoder layer has no cache; its keys and values are not stored in e4m3")
+        if (is_e4m3 or is_int8) and role == "encoder":
+            raise Unsupported("an encoder layer has no cache; its keys and values are not stored in 8 bits")
+        if is_int8 and (is_e4m3 or latent_values is not None):
+            raise Unsupported("an int8 cache holds keys and values of their own, not latents or e4m3")
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
-        self.scale, self.role, self.is_e4m3 = float(scale), role, is_e4m3
+        self.scale, self.role, self.is_e4m3, self.is_int8 = float(scale), role, is_e4m3, is_int8
         self.latent_values = latent_values
         self.softcap = float(softcap) if softcap else None
         self.sinks = sinks
@@ -118,6 +125,9 @@ class Layer:
         self._source: tuple[Cache, Tensor | None, Tensor | None] | None = None
         self._views: tuple[Tensor, Tensor] | None = None
         self._attended: tuple[Pages, Pages] | None = None
+        self._page_size, self._row_shapes = 0, tuple[torch.Size, ...]()
+        # Those of an int8 cache.
+        self._scales: tuple[Tensor, Tensor] | None = None
 
     def pages(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
         """Make the views of a cache that `write` and `attend` use; remembered while the cache is the same object."""
@@ -130,8 +140,20 @@ class Layer:
                 fix = "Pass the layer's scales."
                 raise InvalidProblem("k_scale, v_scale", "the scales of an e4m3 cache", None, fix)
             attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
+        if self.is_int8:
+            assert isinstance(kv_cache, Tensor)
+            numbers = kv_cache.view(torch.float32)
+            self._scales = numbers[..., -2], numbers[..., -1]
+            attended = (
+                Fp8Tensor(k, self._scales[0], "token", "paged", 1),
+                Fp8Tensor(v, self._scales[1], "token", "paged", 1),
+            )
+        self._page_size = k.shape[1]
         # New rows of latents come in two parts, those past V as k.
-        self._views, self._attended = (k if self.latent_values is None else k[..., self.latent_values :], v), attended
+        rows = (k if self.latent_values is None else k[..., self.latent_values :], v)
+        self._views = (rows[0].view(torch.uint8), v.view(torch.uint8)) if self.is_e4m3 else rows
+        self._row_shapes = tuple(pages.shape[2:] for pages in rows)
+        self._attended = attended
 
     def _apart(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a tensor that has both."""
@@ -141,6 +163,14 @@ class Layer:
                 raise InvalidProblem("kv_cache", expected, tuple(kv_cache.shape), "A latent serves all heads.")
             rows = kv_cache[:, :, None]
             return rows, rows[..., : self.latent_values]
+        if self.is_int8:
+            cell = (self.num_kv_heads, int8_cell(self.head_dim, self.head_dim))
+            if kv_cache.dtype != torch.int8 or kv_cache.dim() != 4 or kv_cache.shape[1::2] != cell:
+                expected = f"int8 (num_pages, {cell[0]}, page_size, {cell[1]})"
+                got = f"{kv_cache.dtype} {tuple(kv_cache.shape)}"
+                raise InvalidProblem("kv_cache", expected, got, "A cell holds keys, values and their scales.")
+            rows = kv_cache.transpose(1, 2)
+            return rows[..., : self.head_dim], rows[..., self.head_dim : 2 * self.head_dim]
         if kv_cache.dim() != 4 or kv_cache.shape[1] != self.num_kv_heads or kv_cache.shape[3] <= self.head_dim:
             expected = f"(num_pages, {self.num_kv_heads}, page_size, {self.head_dim} + the head dim of V)"
             raise InvalidProblem("kv_cache", expected, tuple(kv_cache.shape), "Keys and values lie next to each other.")
@@ -173,17 +203,21 @@ class Layer:
         """Store rows of k and v (tokens, num_kv_heads, dim) in their slots. Rows past the slots are padding."""
         self._of(kv_cache, k_scale, v_scale)
         assert self._views is not None
-        for name, given, pages in zip(("k", "v"), (k, v), self._views, strict=True):
-            if given.shape[1:] != pages.shape[2:] or len(given) != len(k):
-                expected = f"({len(k)} tokens, {pages.shape[2]}, {pages.shape[3]})"
+        rows, count, dtype = k.shape[0], slots.shape[0], self._views[0].dtype
+        for name, given, shape in (("k", k, self._row_shapes[0]), ("v", v, self._row_shapes[1])):
+            if given.shape != (rows, *shape):
+                expected = f"({rows} tokens, {shape[0]}, {shape[1]})"
                 raise InvalidProblem(name, expected, tuple(given.shape), "Rows have the heads of the cache.")
-            if not self.is_e4m3 and given.dtype != pages.dtype:
-                raise InvalidProblem(name, f"the dtype of the cache, {pages.dtype}", given.dtype, "Convert the rows.")
-        count = len(slots)
-        if len(k) != count:
-            if len(k) < count:
-                raise InvalidProblem("slots", f"one for each of {len(k)} rows of k", count, "Cut the padding off.")
+            if given.dtype != dtype and not (self.is_e4m3 or self.is_int8):
+                raise InvalidProblem(name, f"the dtype of the cache, {dtype}", given.dtype, "Convert the rows.")
+        if rows != count:
+            if rows < count:
+                raise InvalidProblem("slots", f"one for each of {rows} rows of k", count, "Cut the padding off.")
             k, v = k[:count], v[:count]
+        if self.is_int8:
+            assert self._scales is not None
+            append_quantised((k, v), self._views, self._scales, slots)
+            return
         if self.is_e4m3:
             if not count:
                 return
@@ -205,12 +239,14 @@ class Layer:
         self._of(kv_cache, k_scale, v_scale)
         assert self._attended is not None
         k, v = self._attended
-        if batch.page_size is not None and batch.page_size != k.shape[1]:
+        if batch.page_size is not None and batch.page_size != self._page_size:
             fix = "The block table counts pages of another size."
-            raise InvalidProblem("kv_cache", f"pages of {batch.page_size} rows", k.shape[1], fix)
+            raise InvalidProblem("kv_cache", f"pages of {batch.page_size} rows", self._page_size, fix)
         count, causal = batch.num_tokens, batch.causal and self.role == "decoder"
-        if len(q) != count:
+        if q.shape[0] != count:
             q, out = q[:count], out[:count]
+        if out.dim() != 3:
+            out = out.view(count, q.shape[1], v.shape[-1])
         packed, longest = (None, None) if batch.is_decode else (batch.cu_seqlens_q, batch.max_seqlen_q)
         attention_paged(
             q,
@@ -225,9 +261,9 @@ class Layer:
             window=self._windows[causal],
             softcap=self.softcap,
             scale=self.scale,
-            alibi_slopes=self._alibi_on(q.device),
+            alibi_slopes=None if self._slopes is None else self._alibi_on(q.device),
             sinks=self.sinks,
-            out=out.view(count, q.shape[1], v.shape[-1]),
+            out=out,
         )
 
     def attend_unpaged(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, out: Tensor) -> None:
@@ -258,7 +294,12 @@ class Layer:
         return self._alibi
 
 
+def int8_cell(head_dim: int, head_dim_v: int) -> int:
+    """Bytes of a token and head in an int8 cache: keys, values, unused ones, and two scales."""
+    return -(-(head_dim + head_dim_v + 2 * SCALE_BYTES) // CELL_BYTES) * CELL_BYTES
+
+
 def _encoded(rows: Tensor, scale: Tensor) -> Tensor:
-    """e4m3 codes of rows / scale; values beyond 448 * scale saturate."""
+    """e4m3 codes of rows / scale, as bytes; values beyond 448 * scale saturate."""
     given = scale.reshape(1, -1, 1)
-    return quantize(rows[None], granularity="head", layout="bshd", scale=given).data[0]
+    return quantize(rows[None], granularity="head", layout="bshd", scale=given).data[0].view(torch.uint8)

@@ -51,12 +51,14 @@ def new_scales(
 def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Sequence[Tensor], slots: Tensor) -> None:
     """Write rows of K and V (total, num_kv_heads, dim) into slots of e4m3 or int8 pages (num_pages, page_size,
     num_kv_heads, dim), or of latents alone into e4m3 pages. Scales (num_pages, num_kv_heads) of e4m3 grow as needed;
-    those of int8 (num_pages, num_kv_heads, page_size) are written with their rows.
+    those of int8 (num_pages, num_kv_heads, page_size), in any strides, are written with their rows.
 
     The rows of one e4m3 page are consecutive, in the order of their slots.
     """
     plain = not torch.compiler.is_compiling() and all(type(t) is Tensor and not t.is_neg() for t in new)
-    backend = dispatch.serving(slots.device.type) if plain else None
+    # The kernel for CPUs takes contiguous scales.
+    strided = slots.device.type == "cpu" and not all(scale.is_contiguous() for scale in scales)
+    backend = dispatch.serving(slots.device.type) if plain and not strided else None
     if backend is not None:
         k, v = contiguous_last(new[0]), None if len(new) == 1 else contiguous_last(new[1])
         (k_pages, v_pages), (k_scale, v_scale) = (

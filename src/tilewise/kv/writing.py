@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise import dispatch
+from tilewise import calls, dispatch
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
 
@@ -19,13 +19,24 @@ __all__ = ["copy_pages", "write_rows"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
 
-@torch.no_grad()
 def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Write row t of k and v (total, num_kv_heads, dim) into slot `slots[t]` of the pages, counted through all of them.
 
     Pages (num_pages, page_size, num_kv_heads, dim) have the same dtype and device. slots is int64 (total,), each within
     the pages, or negative for a row that is skipped. No two rows have the same slot.
     """
+    given = (k, v, k_pages, v_pages, slots)
+    slot, places = calls.slot_of(given, ("write",))
+    if slot is not None and slot.call is not None:
+        slot.call(given, places)
+    else:
+        _write(*given, slot)
+
+
+@torch.no_grad()
+def _write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, slot: calls.Slot | None) -> None:
+    """Check and write; later calls with this signature only write."""
+    given = (k, v, k_pages, v_pages, slots)
     if slots.dtype != torch.int64:
         raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
     if k.dtype in (torch.float8_e4m3fn, torch.int8):
@@ -33,7 +44,10 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
         k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
     backend = dispatch.serving(k.device.type) if _takes(k, v, k_pages, v_pages) else None
     if backend is not None:
-        backend.write_rows(contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
+        ready = (contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
+        backend.write_rows(*ready)
+        if slot is not None and all(a is b for a, b in zip(given, ready, strict=True)):
+            slot.call = backend.bind_write(*ready)
         return
     if len(slots):
         _write_indexed(k, v, k_pages, v_pages, slots)

@@ -51,23 +51,27 @@ class Disjoint:
     last. `tensors` are those of the first call; absent ones are None.
     """
 
-    __slots__ = ("_at", "_extents", "_names")
+    __slots__ = ("_at", "_extents", "_names", "_size")
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor | None]) -> None:
         present = [(name, tensor) for name, tensor in zip(names, tensors, strict=False) if tensor is not None]
         self._names = [name for name, _ in present]
         self._extents = [extent(tensor) for _, tensor in present]
         self._at = self._names.index("out")
+        self._size = self._extents[self._at]
+        # Not compared with itself.
+        self._extents[self._at] = -self._size
 
     def check(self, tensors: Sequence[Tensor | None], places: Sequence[int] | None = None) -> None:
         """Raise if they overlap. `places` are the addresses of the tensors that are not None, if they are known."""
         if places is None:
             places = [tensor.data_ptr() for tensor in tensors if tensor is not None]
         begin = places[self._at]
-        end = begin + self._extents[self._at]
-        for index, (place, size) in enumerate(zip(places, self._extents, strict=True)):
-            if place < end and begin < place + size and index != self._at:
-                expected = f"memory that does not overlap {self._names[index]}"
+        end = begin + self._size
+        for place, size in zip(places, self._extents, strict=True):
+            if place < end and begin < place + size:
+                name = next(n for n, p in zip(self._names, places, strict=True) if p == place and n != "out")
+                expected = f"memory that does not overlap {name}"
                 fix = "Kernels read it after the first results are written: allocate out, or copy the operand."
                 raise InvalidProblem("out", expected, "an address range that both have", fix)
 

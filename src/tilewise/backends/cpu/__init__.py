@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import numerics
-from tilewise.backends.base import Bound, Prefixes, TileShape
+from tilewise.backends.base import Bound, Prefixes, TileShape, Writing
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
@@ -121,6 +121,11 @@ class CpuBackend:
         from tilewise.backends.cpu import launch_pages
 
         launch_pages.write_rows(k, v, k_pages, v_pages, slots)
+
+    def bind_write(self, *first: Tensor) -> Writing:
+        """`write_rows` for tensors like these."""
+        del first
+        return lambda tensors, _: self.write_rows(*tensors)
 
     def append_quantised(
         self,

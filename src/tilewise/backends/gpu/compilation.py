@@ -32,7 +32,10 @@ TYPE_NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+POINTERS = {dtype: "*" + name for dtype, name in TYPE_NAMES.items()}
 CONSTANT, TILE = "constexpr", "tensordesc<"
+# Integers from here on are passed as 64 bits.
+WIDE = 2**31
 # A compiled kernel takes about 100 KiB of host memory; a program uses a few dozen.
 MAX_COMPILED = 1024
 
@@ -55,36 +58,43 @@ def types_of(call: KernelCall) -> Types:
 
 def typed(call: KernelCall) -> tuple[Types, list[Any]]:
     """The types of a call, and its run-time arguments in order: numbers, addresses and tiles."""
-    constants: list[tuple[Path, Any]] = []
-    divisors: list[tuple[Path, int]] = []
-    passed: list[Any] = []
-
-    def kind_of(argument: Any, path: Path) -> Any:
-        kind = argument.__class__
-        if kind is int or kind is float:
-            passed.append(argument)
-            return type_name(argument)
-        if argument is None or kind is Fixed:
-            constants.append((path, None if argument is None else argument.value))
-            return CONSTANT
-        if isinstance(argument, tuple):
-            kinds = [kind_of(element, (*path, i)) for i, element in enumerate(argument)]
-            return kind(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
-        if kind is Multiple:
-            divisors.append((path, argument.of))
-        elif kind is Address and argument.aligned:
-            divisors.append((path, ALIGNMENT))
-        passed.append(argument)
-        return type_name(argument)
-
+    found = _Found([], [], [])
     signature: list[Any] = []
     for i, (parameter, argument) in enumerate(zip(call.kernel.params, call.ordered, strict=True)):
         if parameter.is_constexpr:
-            constants.append(((i,), argument))
+            found.constants.append(((i,), argument))
             signature.append(CONSTANT)
         else:
-            signature.append(kind_of(argument, (i,)))
-    return Types(tuple(signature), tuple(constants), tuple(divisors)), passed
+            signature.append(_kind(argument, (i,), found))
+    return Types(tuple(signature), tuple(found.constants), tuple(found.divisors)), found.passed
+
+
+class _Found(NamedTuple):
+    """What `typed` collects."""
+
+    constants: list[tuple[Path, Any]]
+    divisors: list[tuple[Path, int]]
+    passed: list[Any]
+
+
+def _kind(argument: Any, path: Path, found: _Found) -> Any:
+    """The type of an argument, or of a tuple's elements."""
+    kind = argument.__class__
+    if kind is int:
+        found.passed.append(argument)
+        return "i32" if -WIDE <= argument < WIDE else "i64"
+    if argument is None or kind is Fixed:
+        found.constants.append((path, None if argument is None else argument.value))
+        return CONSTANT
+    if isinstance(argument, tuple):
+        kinds = [_kind(element, (*path, i), found) for i, element in enumerate(argument)]
+        return kind(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
+    if kind is Multiple:
+        found.divisors.append((path, argument.of))
+    elif kind is Address and argument.aligned:
+        found.divisors.append((path, ALIGNMENT))
+    found.passed.append(argument)
+    return type_name(argument)
 
 
 def type_name(argument: Any) -> str:
@@ -93,11 +103,11 @@ def type_name(argument: Any) -> str:
     if isinstance(argument, float):
         return "fp32"
     if kind is Address:
-        return "*" + TYPE_NAMES[argument.dtype]
+        return POINTERS[argument.dtype]
     if kind is Tile:
         return _tile_name(TYPE_NAMES[argument.address.dtype], argument.block, argument.layout)
     value, wide = (argument.value, argument.wide) if kind is Multiple else (argument, False)
-    return "i32" if -(2**31) <= value < 2**31 and not wide else "i64"
+    return "i32" if -WIDE <= value < WIDE and not wide else "i64"
 
 
 @functools.lru_cache(maxsize=MAX_COMPILED)

@@ -31,11 +31,10 @@ class Counters:
         self.lock = threading.Lock()
         self.by_stream: dict[int, Tensor] = {}
 
-    def current(self, number: int = 1) -> Tensor:
-        """At least `number` counters for a launch on the current stream."""
+    def current(self, number: int, stream: int) -> Tensor:
+        """At least `number` counters for a launch on the current stream, whose handle is `stream`."""
         if torch._C._cuda_isCurrentStreamCapturing():  # noqa: SLF001  (torch.cuda's wrapper takes longer than it)
             return self._take(number)
-        stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)  # noqa: SLF001
         counters = self.by_stream.get(stream)
         if counters is None or counters.shape[0] < number:
             self._fill()
@@ -69,8 +68,9 @@ class Counters:
 class HostCounters:
     """Counters for Triton's interpreter, which runs kernels one after another on the CPU."""
 
-    def current(self, number: int = 1) -> Tensor:
+    def current(self, number: int = 1, stream: int = 0) -> Tensor:
         """Like `Counters.current`."""
+        del stream
         return torch.zeros(number, dtype=torch.int32, device="cpu")
 
 

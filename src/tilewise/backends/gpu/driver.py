@@ -40,6 +40,7 @@ ATTRIBUTE, OVERLAPS = "I4xi60x", (6, 1)
 WARP = 32
 # Converts an address to a C argument. Done beforehand, because it takes as long as the call itself.
 POINTER_ARGUMENT = ctypes.c_void_p.from_param
+NULL_ARGUMENT = POINTER_ARGUMENT(0)
 # The parameters of a kernel in PTX: `.param .u32 name` or, with 128 bytes, `.param .align 64 .b8 name[128]`.
 ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,\[]*(?:\[(\d+)\])?")
@@ -90,27 +91,34 @@ def _entry(name: str, *types: Any) -> Callable[..., int] | None:
 class TensorMap:
     """A tensor map without its address: the box is what one copy moves."""
 
-    __slots__ = ("_encode", "_head", "_is_small", "_numbers", "_tail")
+    __slots__ = ("_encode", "_head", "_is_small", "_numbers", "_tail", "_tile")
 
     def __init__(self, tile: Tile, meta: Any) -> None:
         """From a tile and the compiler's description of it. The driver lists dimensions from last to first."""
         dtype, rank = tile.address.dtype, len(tile.shape)
-        last = sum((size - 1) * stride for size, stride in zip(tile.shape, tile.strides, strict=True))
-        self._is_small = last * dtype.itemsize + 1 < SMALL_BYTES
-        sizes, counts = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
-        strides = [dtype.itemsize * stride for stride in tile.strides[-2::-1]]
-        self._head = ELEMENTS[dtype], rank
-        self._numbers = sizes(*tile.shape[::-1]), sizes(*strides), counts(*meta["block_size"][::-1])
-        self._tail = counts(*[1] * rank), NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS
+        item = dtype.itemsize
+        last = sum([(size - 1) * stride for size, stride in zip(tile.shape, tile.strides, strict=True)])
+        self._is_small = last * item + 1 < SMALL_BYTES
+        strides = [item * stride for stride in tile.strides[-2::-1]]
+        self._tile, self._head = tile, (ELEMENTS[dtype], rank)
+        # Shape and strides in words, then box and steps in half words.
+        packed = struct.pack(
+            f"{2 * rank - 1}Q{2 * rank}I", *tile.shape[::-1], *strides, *meta["block_size"][::-1], *[1] * rank
+        )
+        self._numbers = ctypes.create_string_buffer(packed, len(packed))
+        begin = ctypes.addressof(self._numbers)
+        box = begin + WORD * (2 * rank - 1)
+        places = (begin, begin + WORD * rank, box, box + WORD // 2 * rank)
+        self._tail = (*places, NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
         self._encode = _entry("cuTensorMapEncodeTiled", *ENCODE_TYPES)
 
     def write(self, place: int, address: int) -> None:
         """Write the map of a tensor at `address` to `place`, a multiple of MAP_ALIGNMENT."""
         assert self._encode is not None
-        error = self._encode(place, *self._head, address, *self._numbers, *self._tail)
+        error = self._encode(place, *self._head, address, *self._tail)
         if error:
-            shape, strides, box = (list(numbers) for numbers in self._numbers)
-            what = f"shape {shape}, strides {strides} and box {box}"
+            tile = self._tile
+            what = f"shape {tile.shape}, strides {tile.strides} and box {tile.block}"
             raise RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address} with {what}")
         if self._is_small and _driver_version() <= LAST_WITH_SMALL_BIT:
             word = ctypes.c_uint64.from_address(place + WORD)
@@ -133,7 +141,8 @@ class Launch:
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_config", "_layout", "_maps", "_values", "call", "compiled", "is_direct",
+        "__weakref__", "_addresses", "_config", "_function", "_layout", "_maps", "_size", "_values", "call", "compiled",
+        "is_direct",
     )  # fmt: skip
 
     def __init__(self, call: KernelCall, device: DeviceSpec | None, index: int) -> None:
@@ -150,38 +159,38 @@ class Launch:
             return
         self.is_direct = True
         _ = compiled.run  # loads the binary on the current device
-        self._layout = layout
+        self._layout, self._function = layout, POINTER_ARGUMENT(compiled.function)
         self._config = (*call.grid, WARP * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
         self._values: list[int | float] = []
-        self._addresses: list[tuple[int, Address]] = []
-        self._maps: list[tuple[int, Address, TensorMap]] = []
+        self._addresses: list[tuple[int, str, int]] = []
+        self._maps: list[tuple[int, str, int, TensorMap]] = []
         metas, values = iter(_descriptions(compiled)), self._values
         for value in passed:
             kind = value.__class__
             if kind is Tile:
-                self._maps.append((len(values), value.address, TensorMap(value, next(metas))))
+                address = value.address
+                self._maps.append((len(values), address.name, address.offset, TensorMap(value, next(metas))))
                 values += (0, *value.shape, *value.strides)
             elif kind is Address:
-                self._addresses.append((len(values), value))
+                self._addresses.append((len(values), value.name, value.offset))
                 values.append(0)
             else:
                 values.append(value.value if kind is Multiple else value)
+        self._size = layout.size + MAP_BYTES * len(self._maps) + MAP_ALIGNMENT
 
     def filled(self, stream: int, addresses: Mapping[str, int]) -> Filled:
         """The launch on a stream, with tensors at these addresses."""
         values = self._values.copy()
-        for at, address in self._addresses:
-            values[at] = addresses[address.name] + address.offset
-        size = self._layout.size
-        memory = bytearray(size + MAP_BYTES * len(self._maps) + MAP_ALIGNMENT)  # tensor maps follow
-        held = ctypes.c_char.from_buffer(memory)
-        begin = ctypes.addressof(held)
+        for at, name, offset in self._addresses:
+            values[at] = addresses[name] + offset
+        memory = ctypes.create_string_buffer(self._size)  # parameters, then tensor maps
+        begin = ctypes.addressof(memory)
         first = begin + WORD * (len(values) + NUM_SCRATCH)
         scratch = first + WORD * len(values)
         pointers = [*range(first, scratch, WORD), scratch, scratch]
-        place = -(-(begin + size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-        for at, address, tensor_map in self._maps:
-            tensor_map.write(place, addresses[address.name] + address.offset)
+        place = -(-(begin + self._layout.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+        for at, name, offset, tensor_map in self._maps:
+            tensor_map.write(place, addresses[name] + offset)
             pointers[at] = place
             place += MAP_BYTES
         config = scratch + WORD
@@ -190,8 +199,8 @@ class Launch:
         function = _entry("cuLaunchKernelEx")
         assert function is not None
         # Configuration, kernel, pointers to parameters, no extra options.
-        arguments = tuple(map(POINTER_ARGUMENT, (config, self.compiled.function, begin, 0)))
-        return Filled(function, arguments, held)
+        arguments = (POINTER_ARGUMENT(config), self._function, POINTER_ARGUMENT(begin), NULL_ARGUMENT)
+        return Filled(function, arguments, memory)
 
     def start(self, stream: int, tensors: Mapping[str, Tensor]) -> None:
         """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel."""

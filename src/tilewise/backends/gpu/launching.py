@@ -127,8 +127,8 @@ class Pass:
     """
 
     __slots__ = (
-        "_aligned", "_allocate", "_counters", "_filled", "_given", "_index", "_launches", "_made", "_parts",
-        "allocations", "captured", "copied", "device", "made", "num_counters",
+        "_aligned", "_allocate", "_counters", "_filled", "_given", "_index", "_is_direct", "_launches", "_made",
+        "_parts", "allocations", "captured", "copied", "device", "made", "num_counters",
     )  # fmt: skip
 
     def __init__(
@@ -160,7 +160,8 @@ class Pass:
         self._allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
         self._counters = counters_of(index) if num_counters else None
         self._launches = _prepared([call for call in calls if 0 not in call.grid], device, index)
-        self._aligned = aligned_names(self.calls)
+        self._aligned = set[str]().union(*[aligned_names(call.arguments.values()) for call in self.calls])
+        self._is_direct = all(launch.is_direct for launch in self._launches)
         self._filled: dict[tuple[int, ...], Sequence[Filled]] = {}
         # A pass that CUDA graphs capture instead, if any: kernels chosen without regard to host time.
         self.captured: Pass | None = None
@@ -189,16 +190,17 @@ class Pass:
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         made = [allocate(shape, strides, dtype) for shape, strides, dtype in self._made]
-        used = made if self._counters is None else [*made, self._counters.current(self.num_counters)]
+        used = made if self._counters is None else [*made, self._counters.current(self.num_counters, stream)]
         places = (stream, *places, *[tensor.data_ptr() for tensor in used])
         filled = self._filled.get(places)
         if filled is None:
             addresses = dict(zip(self._names(tensors), places[1:], strict=True))
-            addresses |= {name: addresses[BLOCK] + begin for name, (begin, _) in self._parts.items()}
-            if any(addresses[name] % ALIGNMENT for name in self._aligned):
-                return None
-            direct = all(launch.is_direct for launch in self._launches)
-            filled = [launch.filled(stream, addresses) for launch in self._launches] if direct else []
+            for name, (begin, _) in self._parts.items():
+                addresses[name] = addresses[BLOCK] + begin
+            for name in self._aligned:
+                if addresses[name] % ALIGNMENT:
+                    return None
+            filled = [launch.filled(stream, addresses) for launch in self._launches] if self._is_direct else []
             _remember(self._filled, places, filled)
         done = queued(filled)
         if done < len(self._launches):  # the driver refused the others, or hooks must see them

@@ -7,7 +7,7 @@ with an unknown launch interface, ordinary arguments with real tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,19 +95,17 @@ class KernelCall:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def aligned_names(calls: Iterable[KernelCall]) -> frozenset[str]:
-    """The tensors whose addresses these calls assume to be multiples of 16 bytes."""
-    return frozenset(address.name for address in _addresses_in(calls) if address.aligned)
-
-
-def _addresses_in(calls: Iterable[KernelCall]) -> Iterator[Address]:
-    for call in calls:
-        for argument in call.arguments.values():
-            for part in argument if isinstance(argument, tuple) else (argument,):
-                if isinstance(part, Tile):
-                    yield part.address
-                elif isinstance(part, Address):
-                    yield part
+def aligned_names(arguments: Iterable[Any]) -> set[str]:
+    """The tensors whose addresses these arguments assume to be multiples of 16 bytes."""
+    names = set()
+    for argument in arguments:
+        if argument.__class__ is Address and argument.aligned:
+            names.add(argument.name)
+        elif argument.__class__ is Tile and argument.address.aligned:
+            names.add(argument.address.name)
+        elif isinstance(argument, tuple):
+            names |= aligned_names(argument)
+    return names
 
 
 def renamed(call: KernelCall, names: Mapping[str, str]) -> KernelCall:

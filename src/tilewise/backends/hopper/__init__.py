@@ -53,9 +53,7 @@ class HopperBackend(GpuBackend):
 
     name = "hopper"
     ignores_batch = "the rows of a tile belong to one sequence, and the tile's size does not depend on the batch"
-    finds_largest = (
-        "warpgroups raise their head's with the maximum of their rows, to which softmax refers in such calls"
-    )
+    finds_largest = "warpgroups raise their head's with the maximum of their rows, which softmax computes"
     many_keys = MANY_KEYS
 
     def unavailable(self) -> str | None:
@@ -167,8 +165,9 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield "k, v in int8: only the decode kernel widens them"
     if problem.fp8 and not decodes(problem):
         yield from _fp8_refusals(problem)
+    features = problem.features
     for name in ("alibi", "bias", "mask", "dropout"):
-        if name in problem.features:
+        if name in features:
             yield f"{name} is not compiled into these kernels"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (keys are hidden and the maximum is taken before scaling)"

@@ -94,7 +94,8 @@ class ForwardConfig(ForwardTile):
 
     IS_PAGED: queries are packed, and keys are fetched from pages of PAGE_SIZE rows in boxes of CHUNK rows. EXACT:
     scores of any size are right even where a row's reference is its maximum (scores.row_scale). IS_LISTED: key tiles
-    come from the lists of a tile mask (listed.py).
+    come from the lists of a tile mask (listed.py). KEEPS_TOP: the maxima of rows are kept next to references that stay
+    behind them.
     """
 
     D: int = 128
@@ -113,6 +114,7 @@ class ForwardConfig(ForwardTile):
     CHUNK: int = 0
     EXACT: bool = False
     IS_LISTED: bool = False
+    KEEPS_TOP: bool = False
 
 
 @dataclass(frozen=True)
@@ -314,7 +316,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     dv, dv_rest = column_parts(problem.head_dim_v)
     out_fits_q = dv == d and dv_rest in (0, d_rest)
     return ForwardConfig(
-        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q, "IS_LAZY": tile.IS_LAZY and not problem.max_logits},
+        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q},
         D=d,
         D_REST=d_rest,
         DV=dv,
@@ -331,6 +333,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         CHUNK=math.gcd(problem.page_size or 0, tile.BLOCK_N),
         EXACT=problem.scale >= LARGE_SCALE and problem.softcap is None,
         IS_LISTED=problem.tiles_shape is not None,
+        KEEPS_TOP=tile.IS_LAZY and problem.max_logits,
     )
 
 

@@ -248,17 +248,19 @@ def attend_first(
     if C.IS_LISTED:
         scores = hide_scores(scores, words, C)
     row_ref, row_sum = no_rows(C)
-    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, True, C)
+    p, factor, row_ref, row_sum, row_top = soften(scores, row_ref, row_sum, scale_log2, True, C)
+    if not C.KEEPS_TOP:
+        row_top = 0
     acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
     acc_rest = 0
     if DV_REST:
         acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
-    return acc, acc_rest, p, factor, row_ref, row_sum
+    return acc, acc_rest, p, factor, row_ref, row_sum, row_top
 
 
 @gluon.jit
 def attend(
-    n_block, row, q_slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
+    n_block, row, q_slot, at, acc, acc_rest, p, factor, row_ref, row_sum, row_top, scale_log2, cap_scale,
     seqlen_q, seqlen_k, lists, kind, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile: issue S = Q K_i^T and O += P_{i-1} V_{i-1} together; the softmax of tile i overlaps the second one.
@@ -294,7 +296,9 @@ def attend(
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
         if C.IS_LISTED:
             scores = hide_scores(scores, words, C)
-    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
+    p, factor, row_ref, row_sum, top = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
+    if C.KEEPS_TOP:
+        row_top = gl.maximum(row_top, top)
     if not MASKED:
         if C.PIN_EXP:
             row_sum = pin(row_sum)
@@ -305,7 +309,7 @@ def attend(
         pipe.v_ring.release(v_at)
     if not C.RESCALE_EARLY:
         acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
-    return acc, acc_rest, p, factor, row_ref, row_sum, at
+    return acc, acc_rest, p, factor, row_ref, row_sum, row_top, at
 
 
 @gluon.jit
@@ -369,7 +373,7 @@ def consumer(
         for _ in range(hidden):
             at = pass_over(at, pipe, C)
         pipe.q_ring.wait(q_lane)
-        acc, acc_rest, p, factor, row_ref, row_sum = attend_first(
+        acc, acc_rest, p, factor, row_ref, row_sum, row_top = attend_first(
             last - hidden, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe,
             C)  # fmt: skip
         if C.IS_LISTED:
@@ -377,25 +381,25 @@ def consumer(
             end = count
             for i in range(1, masked):
                 n_block, kind = entry_at(entries, i)
-                acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
-                    n_block, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
+                acc, acc_rest, p, factor, row_ref, row_sum, row_top, at = attend(
+                    n_block, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, row_top, scale_log2,
+                    cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
         else:
             begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
         if C.HAS_RIGHT:
             for i in range(hidden + 1, begin):
-                acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
-                    last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
+                acc, acc_rest, p, factor, row_ref, row_sum, row_top, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, row_top, scale_log2,
+                    cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
         for i in range(begin, end):
-            acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
-                last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                seqlen_q, seqlen_k, lists, kind, sizes, pipe, False, C)  # fmt: skip
+            acc, acc_rest, p, factor, row_ref, row_sum, row_top, at = attend(
+                last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, row_top, scale_log2,
+                cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe, False, C)  # fmt: skip
         if C.HAS_LEFT:
             for i in range(end, count):
-                acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
-                    last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
+                acc, acc_rest, p, factor, row_ref, row_sum, row_top, at = attend(
+                    last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, row_top, scale_log2,
+                    cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V overlaps everything that does not depend on it.
         if not DIVIDES_LATE:
@@ -415,9 +419,9 @@ def consumer(
         if C.RESCALE_EARLY:
             acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
         acc, acc_rest = issue_output(p_operand, pipe.v_smem, at.slot, acc, acc_rest, C)
-        row_ref, row_sum = whole_rows(row_ref, row_sum, scale_log2, C)
         if max_ptr is not None:
-            raise_max(row_ref, max_ptr, item, row, seqlen_q, sizes, C)
+            raise_max(row_top if C.KEEPS_TOP else row_ref, max_ptr, item, row, seqlen_q, scale_log2, sizes, C)
+        row_ref, row_sum = whole_rows(row_ref, row_sum, scale_log2, C)
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         if DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)

@@ -99,7 +99,7 @@ def attend(
     scores = capped(scores, cap_scale, C)
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
-    p, factor, row_ref, row_sum = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
+    p, factor, row_ref, row_sum, _ = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     acc, _ = rescale_output(acc, 0, factor, C)
     p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
     acc, _ = issue_output(p_operand, pipe.v_smem, at.slot, acc, 0, C)
@@ -158,11 +158,11 @@ def consumer(
         head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 4, C)
         turn = turn.next()
         tile = pipe.tiles.word(turn, 0, 4)
+        if max_ptr is not None:
+            raise_max(row_ref, max_ptr, item, row, seqlen_q, scale_log2, sizes, C)
         row_ref, row_sum = whole_rows(row_ref, row_sum, scale_log2, C)
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
-        if max_ptr is not None:
-            raise_max(row_ref, max_ptr, item, row, seqlen_q, sizes, C)
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
         acc, _ = scale_output(acc, 0, factor, C)

@@ -197,8 +197,9 @@ def decode_pass(
     views, copied = _addressed(problem, raw, ("k", "v"))
     made = _unless_given(result_allocations(problem), views)
     config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
-    parts = sum(part_sizes(config, num_programs(problem, config, device)))
-    calls = decode_calls(problem, device, views | _views(made))
+    programs = num_programs(problem, config, device)
+    parts = sum(part_sizes(config, programs))
+    calls = decode_calls(problem, config, programs, views | _views(made))
     room = made | {"workspace": Allocation.contiguous((parts,), torch.float32)}
     return _pass(problem, calls, room, device, index, want_lse, copied, problem.batch * problem.num_kv_heads)
 
@@ -301,7 +302,8 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConf
     if latents:
         return latent_calls(problem, device, views)
     if decoding:
-        return decode_calls(problem, device, views)
+        config_of_decoding = decode_config(problem, packed_queries="cu_seqlens_q" in views)
+        return decode_calls(problem, config_of_decoding, num_programs(problem, config_of_decoding, device), views)
     if problem.fp8:
         return fp8_calls(problem, device, views | _views(fp8_allocations(problem)))
     calls = forward_calls(problem, device, views)
@@ -552,10 +554,10 @@ def part_sizes(config: DecodeConfig, programs: int) -> tuple[int, int]:
     return parts * config.ROWS * config.DV, parts * 2 * config.ROWS
 
 
-def decode_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
-    """All kernels in order: clear packed rows past the last sequence, then decode."""
-    config = decode_config(problem, packed_queries="cu_seqlens_q" in views)
-    programs = num_programs(problem, config, device)
+def decode_calls(
+    problem: AttentionProblem, config: DecodeConfig, programs: int, views: dict[str, View]
+) -> list[KernelCall]:
+    """All kernels in order: clear packed rows past the last sequence, then decode; `programs` CTAs share the work."""
     call = KernelCall(decode_kernel, (programs, 1, 1), decode_arguments(problem, config, programs, views))
     return [_clear_tail_call(problem), call] if config.PACKED_Q else [call]
 

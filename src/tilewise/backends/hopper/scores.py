@@ -6,6 +6,7 @@ log2(row_sum) hold for any reference. There are two policies for choosing it:
 eager    row_ref is the row's largest score so far, whose P is exactly 1. Each new maximum rescales O.
 IS_LAZY  row_ref moves only when a score exceeds it by more than 8, so P reaches 2^8 instead of 1. A warp none of whose
          rows moves leaves O as it is. A score that exceeds all others by far still has P = 1. Masked tiles are eager.
+         Callers who need the largest score keep the maxima of all tiles next to it.
 
 Neither can overflow, and neither depends on what the scores are: skipping the maximum is faster on N(0, 1) data alone
 (docs/log).
@@ -119,7 +120,7 @@ def no_rows(C: gl.constexpr):
 
 @gluon.jit
 def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.constexpr):
-    """One tile of the online softmax: (P, factor that rescales O so far, row_ref, row_sum).
+    """One tile of the online softmax: (P, factor that rescales O so far, row_ref, row_sum, the tile's maxima).
 
     Not MASKED: every row must have seen a key before.
     """
@@ -139,7 +140,7 @@ def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.con
     x = quads(scores, BLOCK_N)
     x = x * over(row_scale(new_ref, scale_log2, C), x) - over(shift, x)
     p = gl.convert_layout(gl.reshape(exp2(x), [64, BLOCK_N]), accumulator_layout(BLOCK_N))
-    return p, factor, new_ref, row_sum * factor + sum_rows(p, C)
+    return p, factor, new_ref, row_sum * factor + sum_rows(p, C), top
 
 
 @gluon.jit
@@ -165,20 +166,28 @@ def whole_rows(row_ref, row_sum, scale_log2, C: gl.constexpr):
     """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
     total = gl.sum(row_sum, axis=1)
-    ref = gl.max(row_ref, axis=1)
-    if C.EXACT:
-        ref *= scale_log2 / row_scale(ref, scale_log2, C)
-    else:
+    ref = in_log2(gl.max(row_ref, axis=1), scale_log2, C)
+    if not C.EXACT:
         is_huge = (gl.abs(ref) >= HUGE) & (ref > NEG_INF)
         total += gl.where(is_huge, NEG_INF, 0.0) * 0.0  # NaN, or 0
     return gl.convert_layout(ref, LAYOUT), gl.convert_layout(total, LAYOUT)
 
 
 @gluon.jit
-def raise_max(row_ref, max_ptr, item, row, seqlen_q, sizes, C: gl.constexpr):
-    """Raise the largest score of a tile's head to that of its rows. Their references must be their maxima."""
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
-    largest = gl.max(gl.where(rows < seqlen_q, row_ref, NEG_INF), axis=0)
+def in_log2(top, scale_log2, C: gl.constexpr):
+    """Maxima as `soften` scales them, in log2 also if EXACT."""
+    if C.EXACT:
+        return top * (scale_log2 / row_scale(top, scale_log2, C))
+    else:
+        return top
+
+
+@gluon.jit
+def raise_max(row_top, max_ptr, item, row, seqlen_q, scale_log2, sizes, C: gl.constexpr):
+    """Raise the largest score of a tile's head to the maxima [64, 4] of its rows."""
+    top = in_log2(gl.max(row_top, axis=1), scale_log2, C)
+    rows = row + gl.arange(0, 64, top.type.layout)
+    largest = gl.max(gl.where(rows < seqlen_q, top, NEG_INF), axis=0)
     gl.atomic_max(max_ptr + item % sizes.num_heads, largest * LN2, sem="relaxed")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Bound, Prefixes, TileShape
+from tilewise.backends.base import Bound, Prefixes, TileShape, Writing
 from tilewise.backends.gpu import releases, trial
 from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.dequantising import dequantised
@@ -163,6 +163,12 @@ class TritonBackend(GpuBackend):
         from tilewise.backends.triton import serving
 
         serving.write_rows(k, v, k_pages, v_pages, slots)
+
+    def bind_write(self, *tensors: Tensor) -> Writing:
+        """`write_rows` for tensors like these."""
+        from tilewise.backends.triton import serving
+
+        return serving.bind_write(*tensors)
 
     def quantize(self, x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """(data, scale) in e4m3: see tilewise.fp8.quantisation."""

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import RawView, RawViews, described
+from tilewise.backends.gpu.launching import Pass, RawView, RawViews, described
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.triton.quantising import AMAX_FLOOR, E4M3_MAX, LARGEST, e4m3_bits
 from tilewise.numerics import LN2 as LN2_FLOAT
@@ -247,7 +247,7 @@ def int8_codes(x, factor):
 
 @triton.jit
 def append_int8_rows(
-    new, pages, scales, rows, slot, head, num_heads, new_strides, page_strides, PAGE_SIZE: tl.constexpr,
+    new, pages, scales, rows, slot, head, new_strides, page_strides, scale_strides, PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write rows of one head of K or V into their slots; negative slots are skipped."""
@@ -259,38 +259,44 @@ def append_int8_rows(
     page, place = slot // PAGE_SIZE, slot % PAGE_SIZE
     target = pages + head * page_strides[2] + page * page_strides[0] + place * page_strides[1]
     tl.store(target[:, None] + cols[None, :], int8_codes(x, factor), mask=inside)
-    tl.store(scales + (page * num_heads + head) * PAGE_SIZE + place, scale, mask=slot >= 0)
+    own = scales + page * scale_strides[0] + head * scale_strides[1] + place * scale_strides[2]
+    tl.store(own, scale, mask=slot >= 0)
 
 
 @triton.jit
 def append_int8_kernel(
-    k, v, k_pages, v_pages, k_scale, v_scale, slots, num_rows, num_heads,
-    k_strides, v_strides, k_page_strides, v_page_strides,
+    k, v, k_pages, v_pages, k_scale, v_scale, slots, num_rows,
+    k_strides, v_strides, k_page_strides, v_page_strides, k_scale_strides, v_scale_strides,
     PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Strides are of (row, head) and of (page, slot, head); scales are contiguous (pages, heads, page size)."""
+    """Strides are of (row, head), of (page, slot, head) and, of scales, of (page, head, slot)."""
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots + rows, mask=rows < num_rows, other=-1)
     if tl.program_id(2) == 0:
-        append_int8_rows(k, k_pages, k_scale, rows, slot, head, num_heads, k_strides, k_page_strides,
+        append_int8_rows(k, k_pages, k_scale, rows, slot, head, k_strides, k_page_strides, k_scale_strides,
                          PAGE_SIZE, DIM, COLUMNS)  # fmt: skip
     else:
-        append_int8_rows(v, v_pages, v_scale, rows, slot, head, num_heads, v_strides, v_page_strides,
+        append_int8_rows(v, v_pages, v_scale, rows, slot, head, v_strides, v_page_strides, v_scale_strides,
                          PAGE_SIZE, DIM_V, COLUMNS_V)  # fmt: skip
 
 
 WRITTEN = ("k", "v", "k_pages", "v_pages", "slots")
+SCALE_STRIDES = ("k_scale_strides", "v_scale_strides")
 APPENDED = ("k", "v", "k_pages", "v_pages", "k_scale", "v_scale", "slots")
 MERGED = ("out", "lse", "part", "part_lse", "rows")
 
 
-def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+def write_rows(*tensors: Tensor) -> None:
     """See tilewise.kv.writing. The last dimension of every tensor is contiguous."""
+    bind_write(*tensors).run(tensors)
+
+
+def bind_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Pass:
+    """The pass of `write_rows` for tensors like these."""
     sizes = (*k.shape, v.shape[2], k_pages.shape[1])
-    tensors = (k, v, k_pages, v_pages, slots)
-    described(write_calls, WRITTEN, sizes, tensors).run(tensors)
+    return described(write_calls, WRITTEN, sizes, (k, v, k_pages, v_pages, slots))
 
 
 def append_quantised(
@@ -302,7 +308,7 @@ def append_quantised(
     v_scale: Tensor | None,
     slots: Tensor,
 ) -> None:
-    """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
+    """See tilewise.kv.quantised. The last dimension of every tensor is contiguous; so are scales of e4m3 as a whole."""
     sizes = (*k.shape, 0 if v is None else v.shape[2], k_pages.shape[1], devices.of(k.device).has_fp8)
     describe = append_int8_calls if k_pages.dtype == torch.int8 else append_calls
     tensors = (k, v, k_pages, v_pages, k_scale, v_scale, slots)
@@ -386,6 +392,7 @@ def append_int8_calls(sizes: tuple[int, ...], views: RawViews) -> list[KernelCal
     rows, heads, *_ = sizes
     held, num_warps = (16, 4) if rows > MANY_ROWS else (1, 1)
     arguments = _append_arguments(sizes, views) | {"ROWS": held}
+    arguments |= {name: strides_of(view, 3) for name, view in zip(SCALE_STRIDES, views[4:6], strict=True)}
     # Not fused, so that the bits are those of tilewise.fp8.rounding.
     return [KernelCall(append_int8_kernel, (-(-rows // held), heads, 2), arguments, num_warps, fused=False)]
 

@@ -121,8 +121,13 @@ def attention_forward(
     if flags.keys is not None and flags.keys < key.shape[2]:
         key, value = key[:, :, : flags.keys], value[:, :, : flags.keys]
     masks: dict[str, Any] = {"causal": flags.causal, "window": flags.window, "mask": flags.mask, "bias": bias}
-    out = attention(query, key, value, dropout=dropout, **masks, **shared)
-    return out.transpose(1, 2).contiguous(), None
+    if query.shape[2] == 1:
+        out = attention(query, key, value, dropout=dropout, **masks, **shared)
+        return out.transpose(1, 2).contiguous(), None
+    # The result is made in the order that models want, so that nothing is copied.
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    out = attention(query, key, value, dropout=dropout, layout="bshd", **masks, **shared)
+    return out.contiguous(), None
 
 
 def _flags(mask: Any, causal: bool, sliding_window: int | None, queries: int, keys: int, is_packed: bool) -> _Mask:

@@ -7,6 +7,7 @@ ask before it starts is refused by the constructors.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,11 +21,12 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from tilewise.errors import Unsupported
-from tilewise.integrations.engines import DTYPES, Batch, Layer, Role
+from tilewise.integrations.engines import DTYPES, Batch, Layer, Role, int8_cell
 from tilewise.integrations.vllm.refusals import (
+    INT8,
     KV_CACHE_DTYPES,
     refuse_batch,
     refuse_cache,
@@ -76,6 +78,13 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """The page size where the user names none."""
         return max(default_block_size, PREFERRED_BLOCK_SIZE)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The layout of a cache: cells of int8 end with their scales."""
+        if spec.kv_quant_mode != KVQuantMode.INT8_PER_TOKEN_HEAD or spec.state_content_bytes is not None:
+            return spec
+        return replace(spec, state_content_bytes=int8_cell(spec.head_size, spec.head_size_v))
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -204,6 +213,7 @@ class TilewiseImpl(AttentionImpl[Batch]):  # type: ignore[misc]
             softcap=logits_soft_cap,
             sinks=sinks,
             is_e4m3=self._is_e4m3,
+            is_int8=kv_cache_dtype == INT8 and role != "encoder",
             role=role,
         )
 

@@ -26,7 +26,7 @@ from tilewise.errors import Unsupported
 from tilewise.integrations.engines import DTYPES, Batch, Layer
 from tilewise.integrations.vllm import LATENT_NAME
 from tilewise.integrations.vllm.refusals import (
-    KV_CACHE_DTYPES,
+    LATENT_CACHE_DTYPES,
     refuse_batch,
     refuse_cache,
     why_not_cache_dtype,
@@ -41,7 +41,7 @@ class TilewiseMLABackend(MLACommonBackend):  # type: ignore[misc]
     """What vLLM may ask of tilewise."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(LATENT_CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -74,7 +74,7 @@ class TilewiseMLABackend(MLACommonBackend):  # type: ignore[misc]
     ) -> str | None:
         """The reason against a combination, for vLLM's list of reasons."""
         del head_size, others, more
-        return why_not_cache_dtype(kv_cache_dtype, dtype)
+        return why_not_cache_dtype(kv_cache_dtype, dtype, LATENT_CACHE_DTYPES)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -154,7 +154,9 @@ class TilewiseMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None,
         **latents: Any,
     ) -> None:
-        reason = why_not_cache_dtype(kv_cache_dtype, torch.get_default_dtype()) or why_not_latent_layer(
+        reason = why_not_cache_dtype(
+            kv_cache_dtype, torch.get_default_dtype(), LATENT_CACHE_DTYPES
+        ) or why_not_latent_layer(
             is_decoder=attn_type == AttentionType.DECODER,
             indexer=latents.get("indexer"),
             alibi_slopes=alibi_slopes,

@@ -10,7 +10,9 @@ from tilewise.errors import Unsupported
 from tilewise.problem import MAX_HEAD_DIM_V
 
 __all__ = [
+    "INT8",
     "KV_CACHE_DTYPES",
+    "LATENT_CACHE_DTYPES",
     "refuse_batch",
     "refuse_cache",
     "refuse_output_scales",
@@ -19,9 +21,12 @@ __all__ = [
     "why_not_latent_layer",
 ]
 
-# What a cache may hold, by vLLM's names: the model's own dtype, or e4m3 with a scale per tensor or per K/V head.
+# What a cache may hold, by vLLM's names: the model's own dtype, e4m3 with a scale per tensor or per K/V head, or int8
+# with a scale per token and K/V head.
 OWN = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-KV_CACHE_DTYPES = ("auto", *OWN, "fp8", "fp8_e4m3")
+LATENT_CACHE_DTYPES = ("auto", *OWN, "fp8", "fp8_e4m3")
+INT8 = "int8_per_token_head"
+KV_CACHE_DTYPES = (*LATENT_CACHE_DTYPES, INT8)
 
 
 def why_not_head_size(head_size: int) -> str | None:
@@ -29,12 +34,12 @@ def why_not_head_size(head_size: int) -> str | None:
     return None if 1 <= head_size <= MAX_HEAD_DIM_V else f"head size {head_size}: tilewise takes 1 to {MAX_HEAD_DIM_V}"
 
 
-def why_not_cache_dtype(name: str | None, dtype: torch.dtype) -> str | None:
-    """The reason against a cache of this name for a model of this dtype."""
+def why_not_cache_dtype(name: str | None, dtype: torch.dtype, known: tuple[str, ...] = KV_CACHE_DTYPES) -> str | None:
+    """The reason against a cache of this name, which is to be one of the `known`, for a model of this dtype."""
     if name is None or name == "auto":
         return None
-    if name not in KV_CACHE_DTYPES:
-        return f"kv_cache_dtype {name}: tilewise reads {', '.join(KV_CACHE_DTYPES)}"
+    if name not in known:
+        return f"kv_cache_dtype {name}: tilewise reads {', '.join(known)}"
     if name in OWN and OWN[name] != dtype:
         return f"kv_cache_dtype {name} for a model of {dtype}: tilewise reads a cache in the model's dtype, or fp8"
     return None
