@@ -109,6 +109,9 @@ class LatentConfig:
     BLOCK_N: int = 64
     LANES: int = 1
     IS_FP8: bool = False
+    # Of scores.py. Scores are multiplied by the scale beforehand, and a factor of 1 needs no EXACT.
+    IS_LAZY: bool = True
+    EXACT: bool = False
     NUM_STAGES: int = 2
     MERGED_NUMBERS: int = MERGED_NUMBERS
     CONSUMER_REGS: int = 232

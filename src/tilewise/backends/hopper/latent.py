@@ -31,7 +31,7 @@ from tilewise.backends.hopper.decode import finish, first_pages, guess_pages, lo
 from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, program_of, spans_of
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import NEG_INF, exp2, rebuilt
-from tilewise.backends.hopper.scores import capped
+from tilewise.backends.hopper.scores import capped, no_rows, quads, rescale, soften
 
 # Query rows of a CTA, columns of V in each warpgroup, and columns of a TMA box, which also hold those behind V.
 ROWS, HALF, PANEL = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
@@ -41,7 +41,9 @@ Q_COLUMNS = gl.constexpr(128)
 
 @aggregate
 class Pipeline:
-    """The shared memory of a CTA. `rest` are the columns behind V. P and two numbers a row go from left to right."""
+    """The shared memory of a CTA. `rest` are the columns behind V. P and two numbers for each of the four threads of a
+    row go from left to right.
+    """
 
     q_smem: gl.shared_memory_descriptor
     q_rest: gl.shared_memory_descriptor
@@ -193,9 +195,9 @@ def mask_keys(scores, row, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def soften(scores, top, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C: gl.constexpr):
-    """(P, rescaling factor, maximum in log2 units, sum) after a tile of scores."""
-    # Multiplied before the maximum is subtracted: fused, scores above 2^30 would make P wrong.
+def soften_tile(scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C: gl.constexpr):
+    """(P, rescaling factor, reference in log2 units, sum) after a tile of scores, see scores.py."""
+    # Multiplied before the reference is subtracted: fused, scores above 2^30 would make P wrong.
     scores = capped(scores, cap_scale, C) * scale_log2
     complete = seqlen_k
     if C.HAS_RIGHT:  # the first query sees the fewest keys on the right, the last one on the left
@@ -205,29 +207,26 @@ def soften(scores, top, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, s
         crossed = crossed | (row < seqlen_k - 1 - sizes.window_left)
     if crossed:
         scores = mask_keys(scores, row, seqlen_q, seqlen_k, sizes, C)
-    new_top = gl.maximum(top, gl.max(scores, axis=1))
-    shift = gl.where(new_top == NEG_INF, 0.0, new_top)
-    alpha = exp2(top - shift)
-    p = exp2(scores - shift[:, None])
-    return p, alpha, new_top, total * alpha + gl.sum(p, axis=1)
+        p, factor, ref, total, _ = soften(scores, ref, total, 1.0, True, C)
+    else:
+        p, factor, ref, total, _ = soften(scores, ref, total, 1.0, False, C)
+    return p, factor, ref, total
 
 
 @gluon.jit
-def add_values(p, alpha, at, turn, acc, pipe, C: gl.constexpr):
-    """Hand P and alpha over to the other warpgroup, and issue O = O * alpha + P V for the first columns of V."""
+def add_values(p, factor, at, turn, acc, pipe, C: gl.constexpr):
+    """Hand P and the factors over to the other warpgroup, and issue O = O * factor + P V for the first columns of V."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
-    LAYOUT: gl.constexpr = accumulator_layout(HALF)
     narrow = p.to(pipe.p_smem.dtype)
     pipe.p_ring.await_free(turn)
     pipe.p_smem.store(narrow)
-    pipe.rows_smem.index(0).store(alpha)
+    pipe.rows_smem.index(0).store(factor)
     fence_async_shared()  # orders the stores above before the other warpgroup's wgmma reads them
     pipe.p_ring.signal(turn)
-    operand = gl.convert_layout(narrow, left_operand_layout(LAYOUT))
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None]
+    operand = gl.convert_layout(narrow, left_operand_layout(accumulator_layout(HALF)))
     v = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV]).slice(0, HALF, dim=1)
-    return warpgroup_mma(operand, v, acc, is_async=True), operand
+    return warpgroup_mma(operand, v, rescale(acc, factor, HALF, C), is_async=True), operand
 
 
 @gluon.jit
@@ -252,12 +251,13 @@ def left(
         row = (first + tile) * BLOCK_N
         load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C)
         acc = gl.zeros([ROWS, HALF], gl.float32, accumulator_layout(HALF))
-        top = gl.full([ROWS], NEG_INF, gl.float32, LAYOUT)
-        total = gl.zeros([ROWS], gl.float32, LAYOUT)
+        ref, total = no_rows(C)
         scores = warpgroup_mma_wait(0, deps=[issue_scores(at, pipe, C)])
         for _i in range(steps - 1):
-            p, alpha, top, total = soften(scores, top, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C)
-            issued, operand = add_values(p, alpha, at, turn, acc, pipe, C)
+            p, factor, ref, total = soften_tile(
+                scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
+            )
+            issued, operand = add_values(p, factor, at, turn, acc, pipe, C)
             following = at.next()
             issued_scores = issue_scores(following, pipe, C)
             # Three products of the scores may be in flight: V is read.
@@ -267,17 +267,21 @@ def left(
             at = following
             turn = turn.next()
             row += BLOCK_N
-        p, alpha, top, total = soften(scores, top, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C)
-        issued, operand = add_values(p, alpha, at, turn, acc, pipe, C)
+        p, factor, ref, total = soften_tile(
+            scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
+        )
+        issued, operand = add_values(p, factor, at, turn, acc, pipe, C)
         acc, operand = warpgroup_mma_wait(0, deps=[issued, operand])
         pipe.left_ring.release(at)
         at = at.next()
         turn = turn.next()
         pipe.p_ring.await_free(turn)
-        pipe.rows_smem.index(0).store(top)
+        pipe.rows_smem.index(0).store(ref)
         pipe.rows_smem.index(1).store(total)
         pipe.p_ring.signal(turn)
         turn = turn.next()
+        top = gl.convert_layout(gl.max(ref, axis=1), LAYOUT)
+        row_sum = gl.convert_layout(gl.sum(total, axis=1), LAYOUT)
         part = part_of(program, tile)
         num_parts = 1
         from_program = program
@@ -286,14 +290,14 @@ def left(
             num_parts = program_of(all_tiles, flat - tile + count - 1, C) - from_program + 1
             rows = gl.arange(0, ROWS, LAYOUT)
             gl.store(stats_ptr + part * (2 * ROWS) + rows, top)
-            gl.store(stats_ptr + part * (2 * ROWS) + ROWS + rows, total)
+            gl.store(stats_ptr + part * (2 * ROWS) + ROWS + rows, row_sum)
         if (tile == 0) & (gl.program_id(1) == 0):  # one CTA begins an item, and says so for all
             item = items_ptr + 2 * (batch_idx * sizes.num_kv_heads + head)
             gl.store(item, from_program)
             gl.store(item + 1, num_parts)
         store_half(
-            acc, top, total, steps == count, out, lse, sinks_ptr, parts_ptr, part, batch_idx, q_start, seqlen_q, head,
-            0, C)  # fmt: skip
+            acc, top, row_sum, steps == count, out, lse, sinks_ptr, parts_ptr, part, batch_idx, q_start, seqlen_q,
+            head, 0, C)  # fmt: skip
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
         span = spans_of(lengths, batch_idx, sizes, flat < end, C)
@@ -321,9 +325,10 @@ def right(out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C: gl.constexpr)
         _, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
         steps = min(count - tile, end - flat)
         acc = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
+        THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, quads(acc, HALF).type.layout))
         for _i in range(steps):
             pipe.p_ring.wait(turn)
-            acc = acc * pipe.rows_smem.index(0).load(gl.SliceLayout(1, LAYOUT))[:, None]
+            acc = rescale(acc, pipe.rows_smem.index(0).load(THREADS), HALF, C)
             pipe.right_ring.wait(at)
             v = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV]).slice(HALF, HALF, dim=1)
             acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(pipe.p_smem, v, acc, is_async=True)])
@@ -332,8 +337,8 @@ def right(out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C: gl.constexpr)
             at = at.next()
             turn = turn.next()
         pipe.p_ring.wait(turn)
-        top = pipe.rows_smem.index(0).load(gl.SliceLayout(1, LAYOUT))
-        total = pipe.rows_smem.index(1).load(gl.SliceLayout(1, LAYOUT))
+        top = gl.max(pipe.rows_smem.index(0).load(THREADS), axis=1)
+        total = gl.sum(pipe.rows_smem.index(1).load(THREADS), axis=1)
         pipe.p_ring.release(turn)
         turn = turn.next()
         store_half(
@@ -456,7 +461,7 @@ def make_pipeline(k_desc, C: gl.constexpr):
     k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.DV, PACKED), k_desc.layout)
     k_rest = gl.allocate_shared_memory(DTYPE, slots_shape(C.NUM_STAGES, C.BLOCK_N, PANEL, PACKED), k_desc.layout)
     p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
-    rows_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     left_ring = make_ring(C.NUM_STAGES, 1)
     right_ring = make_ring(C.NUM_STAGES, 1)
     p_ring = make_ring(1, 1)
