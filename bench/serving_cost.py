@@ -1,6 +1,7 @@
 """What serving costs on this machine: appending rows to pages, the host's part of a step, and the cascade's break-even.
 
-    python bench/serving_cost.py [--device cpu|cuda] [--threads N] [--only append,step,fixed,cascade] [--output FILE]
+    python bench/serving_cost.py [--device cpu|cuda] [--threads N] [--only append,step,fixed,cascade,codes]
+        [--output FILE]
 
     append    one layer's K and V of a step into their pages, against torch's indexed assignment; `fp8 us` into e4m3
               pages, quantised on the way
@@ -11,6 +12,7 @@
               replayed, and when the same calls are made one by one
     cascade   decoding with a shared prefix attended by every sequence and once for all, whatever the rule says; `rule`
               is what it says, `saved` the time that the keys not read again took, per byte of them
+    codes     decoding from pages in 16 bits, e4m3 and int8, in turn; `error` against the dequantised pages
 
 On a GPU, kernels are timed in a CUDA graph of many calls. On a CPU the fastest of several calls counts: wall time, or
 with one thread its own CPU time, which other processes disturb less.
@@ -24,7 +26,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from suite.measuring import commit
 from tilewise import cascade
 from tilewise import device as devices
 from tilewise.bench.machine import machine, versions
+from tilewise.fp8 import quantize_pages
 from tilewise.kv.quantised import append_quantised
 from tilewise.kv.writing import write_rows
 from tilewise.operands import Flags, Operands
@@ -244,7 +247,44 @@ def _hint(table: Tensor, lengths: Tensor, prefix: int) -> cascade.SharedPrefix:
     return cascade.SharedPrefix(groups, prefixes, keys, starts, None, table[:, pages:].contiguous(), lengths - prefix)
 
 
-SECTIONS = {"append": measure_append, "step": measure_step, "fixed": measure_fixed, "cascade": measure_cascade}
+def measure_codes(device: str, dtype: torch.dtype) -> Iterator[Row]:
+    """Decoding from pages in 8 bits."""
+    shapes = ((16, 8192, 32), (64, 8192, 32), (16, 32768, 32), (64, 2048, 32), (1, 32768, 32), (16, 8192, 64))
+    for batch, keys, heads in shapes if device == "cuda" else ((1, 8192, 32), (4, 2048, 32)):
+        count = batch * keys // PAGE_SIZE
+        k, v = (torch.randn(count, PAGE_SIZE, KV_HEADS, DIM, device=device).to(dtype) for _ in range(2))
+        q = torch.randn(batch, heads, DIM, device=device).to(dtype)
+        table = torch.randperm(count, device=device).int().view(batch, -1)
+        lengths = torch.full((batch,), keys, dtype=torch.int32, device=device)
+
+        def attend(pages: Sequence[Any], q: Tensor = q, table: Tensor = table, lengths: Tensor = lengths) -> Tensor:
+            return tw.attention_paged(q, pages[0], pages[1], table, lengths)
+
+        row: Row = {"batch": batch, "keys": keys, "heads": heads}
+        runs: dict[str, Run] = {"16 bits" if dtype.itemsize == 2 else "32 bits": functools.partial(attend, (k, v))}
+        for name, codes in (("e4m3", torch.float8_e4m3fn), ("int8", torch.int8)):
+            pages = [quantize_pages(t, dtype=codes) for t in (k, v)]
+            got, want = attend(pages).double(), attend([t.dequantize().to(dtype) for t in pages]).double()
+            row[f"{name} error"] = float((got - want).norm() / want.norm())
+            runs[name] = functools.partial(attend, pages)
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(3):
+            for name, run in runs.items():
+                taken[name].append(seconds(run, device) * 1e6)
+        plain, *others = {name: statistics.median(times) for name, times in taken.items()}.items()
+        row[f"{plain[0]} us"] = plain[1]
+        for name, median in others:
+            row |= {f"{name} us": median, f"{name} speedup": plain[1] / median}
+        yield row
+
+
+SECTIONS = {
+    "append": measure_append,
+    "step": measure_step,
+    "fixed": measure_fixed,
+    "cascade": measure_cascade,
+    "codes": measure_codes,
+}
 
 
 def show(row: Row) -> str:
