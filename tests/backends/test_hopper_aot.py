@@ -63,7 +63,7 @@ KERNELS = (
     Kernel("fp8_forward_kernel", "fp8", {"d": 128, **CAUSAL}),
     Kernel("latent_kernel", "latent", PAGED),
     Kernel("forward_kernel", "forward", {"d": 128, **CAUSAL, "max_logits": True}),
-    Kernel("forward_quad_kernel", "forward", {"d": 64, "max_logits": True}),
+    Kernel("forward_quad_kernel", "forward", {"d": 64, **CAUSAL, "max_logits": True}),
     Kernel("forward_kernel", "forward", {"d": 256, **CAUSAL, "has_sinks": True, "max_logits": True}),
 )
 

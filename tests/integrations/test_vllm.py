@@ -255,6 +255,12 @@ def test_rows_that_do_not_fit_the_cache(k: Tensor, v: Tensor, reason: str) -> No
     assert not cache.any()
 
 
+def test_keys_and_values_of_other_dtypes() -> None:
+    cache = torch.zeros(3, 16, 2, 8, dtype=torch.bfloat16), torch.zeros(3, 16, 2, 8)
+    with pytest.raises(tw.InvalidProblem, match=r"kv_cache: expected values in the dtype of keys, torch\.bfloat16"):
+        Layer(2, 8, 1.0, 2).pages(cache)
+
+
 def test_both_directions_over_pages(classes: Any) -> None:
     engine = Engine(classes, impl_options={"sliding_window": 12})
     a, b = engine.add(), engine.add()
@@ -337,6 +343,11 @@ def test_a_cache_in_int8(classes: Any, dtype: torch.dtype, heads_first: bool) ->
     assert bool((engine.cache[..., 2 * DIM : -8] == -1).all())
     with pytest.raises(tw.InvalidProblem, match=r"kv_cache: expected int8 \(num_pages, 2, page_size, 80\)"):
         engine.impl.layer.pages(engine.cache[..., :72])
+    rows, slots = torch.zeros(2, KV_HEADS, DIM), torch.tensor([0, 1])
+    with pytest.raises(tw.InvalidProblem, match="k: expected float16, bfloat16 or float32"):
+        engine.impl.layer.write(rows.double(), rows, engine.cache, slots)
+    with pytest.raises(tw.InvalidProblem, match="slots: expected an int64 tensor"):
+        engine.impl.layer.write(rows, rows, engine.cache, slots.int())
 
 
 def test_equal_first_pages_are_read_once(classes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

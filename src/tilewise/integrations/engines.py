@@ -132,6 +132,8 @@ class Layer:
     def pages(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
         """Make the views of a cache that `write` and `attend` use; remembered while the cache is the same object."""
         k, v = kv_cache if isinstance(kv_cache, tuple) else self._apart(kv_cache)
+        if k.dtype != v.dtype:
+            raise InvalidProblem("kv_cache", f"values in the dtype of keys, {k.dtype}", v.dtype, "Store both alike.")
         if self.is_e4m3:
             k, v = k.view(E4M3), v.view(E4M3)
         attended: tuple[Pages, Pages] = (k, v)
@@ -208,6 +210,8 @@ class Layer:
             if given.shape != (rows, *shape):
                 expected = f"({rows} tokens, {shape[0]}, {shape[1]})"
                 raise InvalidProblem(name, expected, tuple(given.shape), "Rows have the heads of the cache.")
+            if self.is_int8 and given.dtype not in DTYPES:
+                raise InvalidProblem(name, "float16, bfloat16 or float32", given.dtype, "They are quantised here.")
             if given.dtype != dtype and not (self.is_e4m3 or self.is_int8):
                 raise InvalidProblem(name, f"the dtype of the cache, {dtype}", given.dtype, "Convert the rows.")
         if rows != count:
@@ -216,6 +220,8 @@ class Layer:
             k, v = k[:count], v[:count]
         if self.is_int8:
             assert self._scales is not None
+            if slots.dtype != torch.int64:
+                raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
             append_quantised((k, v), self._views, self._scales, slots)
             return
         if self.is_e4m3:
