@@ -48,6 +48,7 @@ from tilewise.backends.hopper.decode_configs import (
 from tilewise.backends.hopper.decode_schedule import DecodeSizes
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
+from tilewise.backends.hopper.forward_wide import forward_wide_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel, transpose_values_kernel
 from tilewise.backends.hopper.latent import latent_kernel, merge_latent_kernel
@@ -357,8 +358,9 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         "C": config,
     }
     ctas = config.CTAS_PER_SM
+    kernel = forward_wide_kernel if config.SHARES_ROWS else forward_kernel if ctas == 1 else forward_quad_kernel
     call = KernelCall(
-        forward_kernel if ctas == 1 else forward_quad_kernel,
+        kernel,
         (min(ctas * device.num_sms, sizes.num_tiles), 1, 1),
         arguments,
         max_registers=None if ctas == 1 else registers(config.NUM_WARPGROUPS, ctas)[0],
@@ -457,7 +459,7 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
         "out": (64, config.DV, config.DV_REST),
     }
     if config.IS_PAGED:
-        tiles |= {"k": (config.CHUNK, PANEL, config.D_REST), "v": (config.CHUNK, PANEL, config.DV_REST)}
+        tiles |= {name: (config.CHUNK, PANEL, min(rest, PANEL)) for name, (_, _, rest) in tiles.items() if name in ("k", "v")}
     found: dict[str, Any] = {}
     for name, (rows, columns, rest) in tiles.items():
         view = packed_rows(problem, name, views[name])
