@@ -148,11 +148,11 @@ def _backward_groups(d: int) -> dict[str, list[Case]]:
 
 def _all_groups() -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {}
-    for head_dim in (128, 64, 256, 192, 96):
+    for head_dim in (128, 64, 256, 192, 96, 512, 384):
         found |= _forward_groups(head_dim)
     for head_dim in (128, 64, 96, 256, 192):
         found |= _backward_groups(head_dim)
-    for head_dim in (128, 64, 256, 192, 96):
+    for head_dim in (128, 64, 256, 192, 96, 512, 384):
         found[f"paged-d{head_dim}"] = [
             _packed(head_dim, causal=causal, padding=padding, page_size=page_size)
             for causal, padding in ((False, 3), (True, 0))
@@ -166,7 +166,10 @@ def _all_groups() -> dict[str, list[Case]]:
         for c in (False, True)
     ] + [_packed(192, head_dim_v=128, causal=True, padding=5, backward=True)]
     found["forward-unequal"] = [
-        _shaped(s, d, head_dim_v=dv, causal=c) for d, dv in unequal for s in SHAPES[2:4] for c in (False, True)
+        _shaped(s, d, head_dim_v=dv, causal=c)
+        for d, dv in (*unequal, (392, 264), (320, 512))
+        for s in SHAPES[2:4]
+        for c in (False, True)
     ]
     return found
 

@@ -31,6 +31,8 @@ SCORES: Options = [{}, {"softcap": 30.0}, {"has_sinks": True}]
 # Of unequal ones, a wider V and a narrower one, in column parts and without.
 UNEQUAL = ((64, 128), (192, 128), (256, 64))
 DIMS: Options = [{"d": d} for d in (64, 96, 128, 192, 256)] + [{"d": d, "head_dim_v": dv} for d, dv in UNEQUAL]
+# The forward alone has them.
+WIDE_DIMS: Options = [{"d": 512}, {"d": 384}, {"d": 320, "head_dim_v": 512}]
 LENGTHS: Options = [{"seqlen_q": n, "seqlen_k": n} for n in (1024, 2048, 4096, 8192)]
 EVERY_LENGTH: Options = [*LENGTHS, {"seqlen_q": 4000, "seqlen_k": 4000}]
 DENSE, PACKED = {"kind": "dense"}, {"kind": "varlen"}
@@ -214,10 +216,10 @@ def _decode_tiles() -> set[str]:
 
 FAMILIES = {
     "forward": Family(
-        ("forward_kernel", "forward_quad_kernel"),
+        ("forward_kernel", "forward_quad_kernel", "forward_wide_kernel"),
         plain_problem,
         forward_choices,
-        (DIMS, DTYPES, EVERY_MASK, ROWS, SCORES, LENGTHS),
+        (DIMS + WIDE_DIMS, DTYPES, EVERY_MASK, ROWS, SCORES, LENGTHS),
         lambda: _rows_of(configs, configs.ForwardTile),
     ),
     # Its kernels know nothing of sinks.

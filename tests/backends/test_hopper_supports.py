@@ -31,6 +31,8 @@ TAKEN: dict[str, dict[str, Any]] = {
     "larger pages": {"kind": "paged", "page_size": 192, "head_dim": 192, "head_dim_v": 192},
     "deterministic": {"deterministic": True, "needs_grad": True},
     "wide heads": {"head_dim": 256, "head_dim_v": 256, "needs_grad": True},
+    "512 columns": {"head_dim": 512, "head_dim_v": 512, "needs_grad": True, "has_sinks": True, "softcap": 30.0},
+    "392 and 264 columns in pages": {"head_dim": 392, "head_dim_v": 264, "kind": "paged", "page_size": 64},
     "unequal": {"head_dim": 192, "head_dim_v": 128, "needs_grad": True, "deterministic": True},
     "tile mask": {"tiles_shape": (1, 8, 3, 4), "needs_grad": True, "softcap": 30.0, "has_sinks": True},
     "decoding": {"seqlen_q": 1},
@@ -71,7 +73,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tile mask, e4m3": ({"tiles_shape": (1, 1, 3, 4), "fp8": ("q", "k", "v")}, "e4m3"),
     "odd head": ({"head_dim": 63, "head_dim_v": 63}, "head_dim 63"),
     "narrow head": ({"head_dim": 32, "head_dim_v": 32}, "head_dim 32"),
-    "wide head": ({"head_dim": 264, "head_dim_v": 264}, "head_dim 264"),
+    "wide head": ({"head_dim": 520, "head_dim_v": 512}, "head_dim 520"),
+    "one wide side": ({"head_dim": 512}, "head_dim 512 and head_dim_v 128"),
+    "decoding, 512 columns": ({"seqlen_q": 1, "head_dim": 512, "head_dim_v": 512}, "more than 256 columns"),
+    "e4m3, 512 columns": ({"fp8": ("q", "k", "v"), "head_dim": 512, "head_dim_v": 512}, "up to 256"),
     "odd values": ({"head_dim_v": 100}, "head_dim_v 100"),
     "negative scale": ({"scale": -1.0}, "scale"),
     "decoding, negative scale": ({"batch": 32, "seqlen_q": 16, "causal": True, "scale": -1.0}, "scale"),
@@ -96,6 +101,12 @@ def test_the_fp8_kernel_takes(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("changes", "reason"), REFUSED.values(), ids=REFUSED.keys())
 def test_refuses_with_the_reason(changes: dict[str, Any], reason: str) -> None:
     assert reason in (BACKEND.supports(replace(PLAIN, **changes), device.named("h200")) or "")
+
+
+def test_gradients_of_512_columns_have_a_fixed_order() -> None:
+    """Triton's kernels compute them."""
+    assert BACKEND.unordered(replace(PLAIN, head_dim=512, head_dim_v=512, needs_grad=True)) is None
+    assert "dq" in (BACKEND.unordered(replace(PLAIN, needs_grad=True)) or "")
 
 
 @pytest.mark.parametrize("name", ["a100", "b200", "cpu"])

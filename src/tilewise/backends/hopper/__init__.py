@@ -24,7 +24,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 # TMA needs strides that are multiples of 16 bytes: 8 elements of 16 bits.
 HEAD_DIM_STEP = 8
 # Narrower heads would be mostly padding in a 64-column tile.
-MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 512
+# With more columns of K and V, only the forward has a kernel (forward_wide.py). Gradients are Triton's.
+MAX_COLUMNS = 256
 # The decode kernel serves calls without gradients with at most FEW_ROWS query rows per K/V head and at least MANY_KEYS
 # keys. The forward kernel cannot saturate memory with so few rows.
 FEW_ROWS, MANY_KEYS = 64, 256
@@ -98,15 +100,13 @@ class HopperBackend(GpuBackend):
         return f"blocks walk the tiles that the mask lists, those with bits first{rest}"
 
     def _gradients(self, problem: AttentionProblem) -> ModuleType:
-        # Sums of dQ in fixed point need to know how many key tiles add to a query tile, and whether one that is not
-        # finite does. Triton's kernels have a fixed order.
-        if problem.tiles_shape is None or not problem.deterministic:
+        if computes_gradients(problem):
             return super()._gradients(problem)
         return importlib.import_module("tilewise.backends.triton.launch")
 
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Which gradient is summed in no fixed order, for `explain()`; None if all results repeat bit for bit."""
-        if not problem.needs_grad or (problem.tiles_shape is not None and problem.deterministic):
+        if not problem.needs_grad or not computes_gradients(problem):
             return None
         config = importlib.import_module("tilewise.backends.hopper.configs").backward_config(problem)
         if config.WIDE or config.FIXED_POINT:
@@ -118,6 +118,17 @@ def decodes(problem: AttentionProblem) -> bool:
     """Whether the decode kernel serves a problem: few query rows, many keys, no gradient."""
     few = problem.seqlen_q * problem.group_size <= FEW_ROWS
     return few and problem.seqlen_k >= MANY_KEYS and not problem.needs_grad
+
+
+def computes_gradients(problem: AttentionProblem) -> bool:
+    """Whether the backward kernels of this backend serve a problem; otherwise Triton's do, which have a fixed order.
+
+    Sums of dQ in fixed point need to know how many key tiles add to a query tile, and whether one that is not finite
+    does; a tile mask tells neither.
+    """
+    if max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS:
+        return False
+    return problem.tiles_shape is None or not problem.deterministic
 
 
 def reads_latents(problem: AttentionProblem) -> bool:
@@ -178,6 +189,9 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if (problem.head_dim > MAX_COLUMNS) != (problem.head_dim_v > MAX_COLUMNS):
+        sizes = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
+        yield f"{sizes}: the kernel for more than {MAX_COLUMNS} columns takes both above that"
     if problem.batch_invariant:
         yield from _invariant_refusals(problem)
     if problem.max_logits and (decodes(problem) or problem.fp8):
@@ -211,6 +225,8 @@ def _tile_mask_refusals(problem: AttentionProblem) -> Iterator[str]:
 
 def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
     rows, items = problem.seqlen_q * problem.group_size, problem.batch * problem.num_kv_heads
+    if max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS:
+        yield f"few query rows of more than {MAX_COLUMNS} columns: the decode kernel takes no more"
     # One CTA merges all parts of an item. With many rows and few items, too few CTAs merge, and Triton's kernel is
     # faster.
     if rows > items:
@@ -237,8 +253,8 @@ def _fp8_refusals(problem: AttentionProblem) -> Iterator[str]:
     if problem.softcap is not None:
         yield "softcap is not compiled into the FP8 kernel"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % FP8_HEAD_DIM_STEP:
-            yield f"{name} {size} of 8-bit numbers is not a multiple of {FP8_HEAD_DIM_STEP}"
+        if size % FP8_HEAD_DIM_STEP or size > FP8_WIDTHS[-1]:
+            yield f"{name} {size} of 8-bit numbers is not a multiple of {FP8_HEAD_DIM_STEP} up to {FP8_WIDTHS[-1]}"
     if len({next((w for w in FP8_WIDTHS if size <= w), 0) for size in (problem.head_dim, problem.head_dim_v)}) > 1:
         yield f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} are padded to different widths"
     if any(block not in (None, FP8_BLOCK) for block in problem.scale_blocks):

@@ -28,7 +28,7 @@ from tilewise.backends.gpu.work_list import (
     most_blocks,
     rows_together,
 )
-from tilewise.backends.hopper import backward_rows, decodes, reads_latents
+from tilewise.backends.hopper import backward_rows, computes_gradients, decodes, reads_latents
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_pieces import JOINED_ROWS, Line, backward_pieces_kernel, join_pieces_kernel
 from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan
@@ -304,8 +304,7 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConf
     if problem.fp8:
         return fp8_calls(problem, device, views | _views(fp8_allocations(problem)))
     calls = forward_calls(problem, device, views)
-    # Of tile masks, gradients that repeat bit for bit are computed by other kernels: see HopperBackend.
-    if problem.needs_grad and (problem.tiles_shape is None or not problem.deterministic):
+    if problem.needs_grad and computes_gradients(problem):
         views |= {"dout": views["out"]} | _views(gradient_allocations(problem))
         plan = backward_plan(problem, device)
         calls += backward_calls(plan if config is None else plan._replace(config=config), views)
