@@ -171,6 +171,13 @@ def _all_groups() -> dict[str, list[Case]]:
         for s in SHAPES[2:4]
         for c in (False, True)
     ]
+    tokens = [(5, 8, 2, 1, 1000), (5, 8, 2, 2, 457), (40, 16, 1, 1, 300), (2, 4, 4, 1, 5000)]
+    packed: dict[str, Any] = {"kind": "varlen", "lengths_q": (1, 1, 2, 1, 0), "lengths_k": PACKED_K, "causal": True}
+    found["decode-d512"] = [
+        *(_shaped(shape, 512, causal=True, sinks=shape[3] == 2) for shape in tokens),
+        *(_shaped(tokens[0], d, head_dim_v=dv, softcap=20.0, window=(300, 0)) for d, dv in ((320, 512), (392, 264))),
+        *(_shaped((5, 8, 2, 2, 700), 512, page_size=page_size, **packed) for page_size in (None, 16, 64, 256)),
+    ]
     return found
 
 

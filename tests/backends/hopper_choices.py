@@ -43,7 +43,7 @@ ORDERS: Options = [{}, {"deterministic": True}]
 
 SMALL_PAGES: Options = [{"kind": "paged", "page_size": size} for size in (8, 16, 32, 64, 128)]
 DECODE_ROWS: Options = [DENSE, PACKED, *SMALL_PAGES, *[{**pages, "fp8": ("k", "v")} for pages in SMALL_PAGES]]
-DECODE_DIMS: Options = [{"d": 64}, {"d": 128}, {"d": 256}, {"d": 192, "head_dim_v": 128}]
+DECODE_DIMS: Options = [{"d": 64}, {"d": 128}, {"d": 256}, {"d": 512}, {"d": 192, "head_dim_v": 128}]
 TOKENS: Options = [
     {}, {"window_left": 999}, {"seqlen_q": 4, "causal": True}, {"seqlen_q": 4, "causal": True, "window_left": 999},
 ]  # fmt: skip

@@ -27,6 +27,8 @@ DENSE = {
     "one share": Case(128, heads=(1, 1), seqlens=(1, 40)),
     "several tokens": Case(128, heads=(4, 2), seqlens=(5, 333), causal=True),
     "wide, padded": Case(200, 96, heads=(4, 1), seqlens=(1, 500)),
+    "512 columns": Case(512, heads=(4, 2), batch=2, seqlens=(1, 300)),
+    "512 columns, packed": Case(512, 320, heads=(4, 1), lengths=SEVERAL, causal=True, padding=2, sinks=True),
     "window": Case(128, heads=(4, 2), seqlens=(3, 600), window=(100, 1)),
     "softcap, sinks": Case(96, heads=(6, 2), seqlens=(2, 400), causal=True, softcap=2.0, sinks=True),
     "fewer keys": Case(64, heads=(4, 1), seqlens=(6, 3), causal=True, sinks=True),
@@ -38,6 +40,7 @@ PAGED = {
     "tiny pages": (Case(64, heads=(4, 2), lengths=LENGTHS, sinks=True), 8, "heads first", False),
     "a page a tile": (Case(128, heads=(4, 2), lengths=SEVERAL, causal=True), 64, "together", True),
     "large pages": (Case(256, heads=(2, 1), lengths=LENGTHS, window=(50, None)), 256, "rows first", False),
+    "512 columns": (Case(512, heads=(2, 1), lengths=LENGTHS, softcap=2.0), 64, "rows first", False),
     "odd pages": (Case(96, heads=(4, 2), lengths=SEVERAL, causal=True, padding=2), 24, "heads first", True),
 }
 

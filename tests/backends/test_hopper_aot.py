@@ -66,6 +66,7 @@ KERNELS = (
     Kernel("forward_quad_kernel", "forward", {"d": 64, "max_logits": True}),
     Kernel("forward_kernel", "forward", {"d": 256, **CAUSAL, "has_sinks": True, "max_logits": True}),
     Kernel("forward_wide_kernel", "forward", {"d": 512, **CAUSAL, **PAGED, "has_sinks": True}),
+    Kernel("decode_kernel", "decode", {"d": 512, **PAGED}),
     Kernel("forward_wide_kernel", "forward", {"d": 384, "window_left": 100, "softcap": 30.0}),
 )
 

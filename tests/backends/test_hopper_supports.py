@@ -36,6 +36,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     "unequal": {"head_dim": 192, "head_dim_v": 128, "needs_grad": True, "deterministic": True},
     "tile mask": {"tiles_shape": (1, 8, 3, 4), "needs_grad": True, "softcap": 30.0, "has_sinks": True},
     "decoding": {"seqlen_q": 1},
+    "decoding, 512 columns": {"seqlen_q": 1, "head_dim": 512, "head_dim_v": 512, "kind": "paged", "page_size": 16},
     "several tokens": {"batch": 32, "seqlen_q": 16, "causal": True},
     "decoding from pages": {"kind": "paged", "page_size": 8, "seqlen_q": 1, "has_sinks": True, "softcap": 30.0},
     "decoding from e4m3 pages": {"kind": "paged", "page_size": 16, "batch": 8, "seqlen_q": 2, "fp8": ("k", "v")},
@@ -75,7 +76,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "narrow head": ({"head_dim": 32, "head_dim_v": 32}, "head_dim 32"),
     "wide head": ({"head_dim": 520, "head_dim_v": 512}, "head_dim 520"),
     "one wide side": ({"head_dim": 512}, "head_dim 512 and head_dim_v 128"),
-    "decoding, 512 columns": ({"seqlen_q": 1, "head_dim": 512, "head_dim_v": 512}, "more than 256 columns"),
+    "decoding, 512 columns of e4m3": (
+        {"kind": "paged", "page_size": 64, "seqlen_q": 1, "fp8": ("k", "v"), "head_dim": 512, "head_dim_v": 512},
+        "more than 256 columns",
+    ),
     "e4m3, 512 columns": ({"fp8": ("q", "k", "v"), "head_dim": 512, "head_dim_v": 512}, "up to 256"),
     "odd values": ({"head_dim_v": 100}, "head_dim_v 100"),
     "negative scale": ({"scale": -1.0}, "scale"),
@@ -130,7 +134,9 @@ def test_whatever_is_decoded_has_a_tile(fp8: tuple[str, ...]) -> None:
     configs = pytest.importorskip("tilewise.backends.hopper.decode_configs")
     pages: dict[str, Any] = {"kind": "paged", "page_size": 64, "batch": 64, "fp8": fp8}
     taken = 0
-    for rows, head_dim, head_dim_v in itertools.product((1, 2, 8, 9, 16), (64, 128, 192, 256), (64, 80, 128, 256)):
+    for rows, head_dim, head_dim_v in itertools.product(
+        (1, 2, 8, 9, 16), (64, 128, 192, 256, 512), (64, 80, 128, 256, 320)
+    ):
         problem = replace(PLAIN, seqlen_q=rows, head_dim=head_dim, head_dim_v=head_dim_v, **pages)
         if BACKEND.supports(problem, device.named("h200")) is None:
             config = configs.decode_config(problem, packed_queries=rows > 1)

@@ -225,8 +225,6 @@ def _tile_mask_refusals(problem: AttentionProblem) -> Iterator[str]:
 
 def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
     rows, items = problem.seqlen_q * problem.group_size, problem.batch * problem.num_kv_heads
-    if max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS:
-        yield f"few query rows of more than {MAX_COLUMNS} columns: the decode kernel takes no more"
     # One CTA merges all parts of an item. With many rows and few items, too few CTAs merge, and Triton's kernel is
     # faster.
     if rows > items:
@@ -238,6 +236,8 @@ def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
         yield f"over {FEW_WIDE_ROWS} query rows and converted keys of {problem.head_dim} columns do not fit registers"
     if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
         yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
+    if problem.fp8 and max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS:
+        yield f"e4m3 pages of more than {MAX_COLUMNS} columns: a converted tile does not fit the registers"
     if problem.fp8 and (problem.fp8 != ("k", "v") or problem.page_size is None):
         yield f"{', '.join(problem.fp8)} in e4m3: decoding takes e4m3 keys and values in pages, beside q in 16 bits"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

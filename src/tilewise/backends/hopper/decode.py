@@ -43,7 +43,7 @@ from tilewise.backends.hopper.decode_schedule import (
     spans_of,
 )
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, log2
+from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, log2, rebuilt
 from tilewise.backends.hopper.scores import capped, sink_weight
 
 # Page ids that the producer reads speculatively, one per lane of its warp.
@@ -152,7 +152,12 @@ def fetch(desc, smem, at, ring, span, head, row, pages, page_rows, D: gl.constex
                 place = tile_at((0, pages[c] * page_rows, inside), head, page_row, panel * PANEL, True)
                 async_load(desc, place, ready, box)
     else:
-        async_load(desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem.index(at.slot))
+        # A box has at most 256 columns.
+        COLUMNS: gl.constexpr = min(D, 256)
+        DIM: gl.constexpr = 4 if C.IS_VARLEN else 3
+        for part in gl.static_range(D // COLUMNS):
+            box = smem.index(at.slot).slice(part * COLUMNS, COLUMNS, dim=DIM)
+            async_load(desc, tile_at(span, head, row, part * COLUMNS, C.IS_VARLEN), ready, box)
 
 
 @gluon.jit
@@ -203,7 +208,8 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
     With e4m3 keys the rows are fp16. Each row is divided by a power of two, its unit, so that bf16 rows keep all bits
     above 2^-24 of their largest number.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
+    ACROSS: gl.constexpr = min(C.D // 8, 32)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     rows = gl.arange(0, C.ROWS, gl.SliceLayout(1, LAYOUT))
     cols = query_column(gl.arange(0, C.D, gl.SliceLayout(0, LAYOUT)), C)
     token = rows // C.GROUP_SIZE
@@ -216,7 +222,7 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
         units = power_of_two(gl.max(gl.abs(values), axis=1))
         values = values * (1.0 / units)[:, None]
         units = gl.convert_layout(units, gl.SliceLayout(0, accumulator_layout(C.ROWS)))
-    pipe.q_smem.store(values.to(pipe.q_smem.dtype))
+    pipe.q_smem.index(0).store(values.to(pipe.q_smem.dtype))
     fence_async_shared()  # orders the stores above before wgmma's reads
     return units
 
@@ -260,12 +266,12 @@ def scales_of(scales, pages, head, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(smem, pipe, C: gl.constexpr):
-    """Compute S^T = K Q^T and wait for it."""
+def issue_scores(smem, here, pipe, C: gl.constexpr):
+    """Compute S^T = K Q^T and wait for it; `here` is 0."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     ROWS: gl.constexpr = C.ROWS
     zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, accumulator_layout(C.ROWS))
-    q = pipe.q_smem.permute([1, 0])
+    q = pipe.q_smem.index(here).permute([1, 0])
     if C.IS_FP8:
         k = keys_operand(smem, C)
         issued = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
@@ -300,8 +306,11 @@ def attend(
     BLOCK_N: gl.constexpr = C.BLOCK_N
     D: gl.constexpr = C.D
     DV: gl.constexpr = C.DV
+    # Tiles of wide heads stay in their only slots, and have more descriptors than a thread has registers to spare.
+    WIDE: gl.constexpr = D > 256
     pipe.k_ring.wait(at)
-    scores = issue_scores(pipe.k_smem.index(at.slot).reshape([BLOCK_N, D]), pipe, C)
+    k_smem = pipe.k_smem.index(rebuilt(at.slot, at.parity, WIDE)).reshape([BLOCK_N, D])
+    scores = issue_scores(k_smem, rebuilt(0, at.parity, WIDE), pipe, C)
     pipe.k_ring.release(at)
     if C.IS_FP8:
         scores = scores * scales[0][:, None] * units[None, :]
@@ -322,7 +331,8 @@ def attend(
         terms = exp2(scores - shift[None, :])
     sums = sums * alpha[None, :] + terms
     pipe.v_ring.wait(at)
-    acc = add_values(acc * alpha[None, :], pipe.v_smem.index(at.slot).reshape([BLOCK_N, DV]), pipe, C)
+    v_smem = pipe.v_smem.index(rebuilt(at.slot, at.parity, WIDE)).reshape([BLOCK_N, DV])
+    acc = add_values(acc * alpha[None, :], v_smem, pipe, C)
     pipe.v_ring.release(at)
     return acc, new_top, sums
 
@@ -399,7 +409,7 @@ def make_pipeline(k_desc, v_desc, C: gl.constexpr):
     DTYPE: gl.constexpr = gl.float16 if C.IS_FP8 else k_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], DTYPE)
-    q_smem = gl.allocate_shared_memory(DTYPE, [ROWS, D], Q_LAYOUT)
+    q_smem = gl.allocate_shared_memory(DTYPE, [1, ROWS, D], Q_LAYOUT)
     p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
     k_smem = gl.allocate_shared_memory(KEYS, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.D, PACKED), k_desc.layout)
     v_smem = gl.allocate_shared_memory(KEYS, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.DV, PACKED), v_desc.layout)

@@ -32,6 +32,8 @@ TILE_NUMBERS = {1: 160, 2: 96}
 # Shared memory for Q, P and the rings of K and V; the rest of 227 KiB is for barriers and reductions. The bounds of a
 # ring's slots: more than MAX_STAGES only take longer to set up.
 SMEM_BYTES, MIN_STAGES, MAX_STAGES = 223 << 10, 3, 8
+# Wider tiles take long to arrive, those of K and V in turn: one slot for each keeps memory busy. Not measured.
+MAX_DEEP_HEAD_DIM = 256
 # Parts that are merged at a time, at most; and the numbers they hold: 64 a thread.
 MERGED_PARTS, MERGED_NUMBERS = 16, 64 * 128
 # An item is shared by at most so many programs, because one of them merges all parts.
@@ -199,7 +201,8 @@ def _tiles(problem: AttentionProblem) -> tuple[DecodeTile, ...]:
 def _fits(tile: DecodeTile, rows: int, d: int, dv: int, itemsize: int) -> bool:
     numbers = (2 * tile.BLOCK_N + dv) * rows // 128
     converted = tile.BLOCK_N * max(d, dv) // 256 if itemsize == 1 else 0
-    enough = _stages(tile, rows, d, dv, itemsize) >= MIN_STAGES
+    least = 1 if min(d, dv) > MAX_DEEP_HEAD_DIM else MIN_STAGES
+    enough = _stages(tile, rows, d, dv, itemsize) >= least
     return enough and numbers + converted <= TILE_NUMBERS[tile.LANES]
 
 
@@ -210,7 +213,7 @@ def _stages(tile: DecodeTile, rows: int, d: int, dv: int, itemsize: int) -> int:
 
 
 def _padded(head_dim: int) -> int:
-    return next(width for width in (64, 128, 256) if head_dim <= width)
+    return next(width for width in (64, 128, 256, 512) if head_dim <= width)
 
 
 def num_programs(problem: AttentionProblem, config: DecodeConfig, device: DeviceSpec) -> int:

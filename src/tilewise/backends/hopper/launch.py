@@ -458,7 +458,7 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
         "out": (64, config.DV, config.DV_REST),
     }
     if config.IS_PAGED:
-        tiles |= {name: (config.CHUNK, PANEL, min(rest, PANEL)) for name, (_, _, rest) in tiles.items() if name in ("k", "v")}
+        tiles |= {name: (config.CHUNK, PANEL, min(tiles[name][2], PANEL)) for name in ("k", "v")}
     found: dict[str, Any] = {}
     for name, (rows, columns, rest) in tiles.items():
         view = packed_rows(problem, name, views[name])
@@ -654,7 +654,7 @@ def latent_arguments(
 
 
 def _described(problem: AttentionProblem, config: DecodeConfig, name: str, view: View) -> Any:
-    rows, columns = config.BLOCK_N, config.D if name == "k" else config.DV
+    rows, columns = config.BLOCK_N, min(config.D if name == "k" else config.DV, 256)
     if config.IS_PAGED:
         rows, columns = config.CHUNK, min(columns, PANEL_BYTES // config.ITEMSIZE)
     return describe(name, packed_rows(problem, name, view), shapes_of(problem)[name], rows, columns)
