@@ -4,7 +4,8 @@ First correctness: groups of cases run in processes of their own, side by side (
 names the case it died in), against fp64, with NaN in every uninitialised buffer. Then speed, in one process: ours and
 PyTorch's cuDNN and flash (FA2) kernels take turns, medians over rounds (the chip is power limited, whoever runs first
 looks 10 % faster); our Triton kernels, too, where the Hopper ones are new (backward over 128 columns, forward over
-256, softcap, paged), and the configurations of hopper_candidates.py. The speed of a kernel that failed a case is not printed.
+256, softcap, paged), and the configurations of hopper_candidates.py. The speed of a kernel that failed a case is not
+printed.
 """
 
 from __future__ import annotations
