@@ -382,6 +382,22 @@ def test_a_missing_wait_is_found(emulated: Callable[[str], Any], monkeypatch: py
     assert not survives(FORWARD["d128 causal"], emulated, late_loads=True)
 
 
+@pytest.mark.parametrize("missing", ["wait for P", "wait for the store of O"])
+def test_a_missing_step_of_wide_heads_is_found(
+    missing: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two warpgroups that share rows, and between O and the V that comes after it into its slot."""
+    monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)
+    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
+    ring, wide = emulated("channels").Ring, emulated("forward_wide")
+    wait = ring.wait
+    if missing == "wait for P":
+        monkeypatch.setattr(ring, "wait", lambda self, at: None if at.NUM_SLOTS == 2 else wait.function(self, at))
+    else:
+        monkeypatch.setattr(wide.tma, "store_wait", lambda _: None)
+    assert not survives(FORWARD["d512 causal"], emulated, late_loads=False)
+
+
 def survives(case: Case, emulated: Callable[[str], Any], late_loads: bool) -> bool:
     """Whether the forward runs through and is right."""
     MODE.late_loads = late_loads
