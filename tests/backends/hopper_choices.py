@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import device
-from tilewise.backends.hopper import BACKEND, configs, decode_configs, decodes, fp8_configs, reads_latents
+from tilewise.backends.hopper import (
+    BACKEND,
+    configs,
+    decode_configs,
+    decodes,
+    fp8_configs,
+    reads_few_latents,
+    reads_latents,
+)
 from tilewise.problem import AttentionProblem
 
 __all__ = ["FAMILIES", "cover"]
@@ -100,7 +108,8 @@ def _problems(family: Family) -> Iterator[AttentionProblem]:
         problem = family.problem(**{name: value for option in combination for name, value in option.items()})
         if problem.tiles_shape and problem.deterministic:  # Triton's kernels compute these gradients
             continue
-        kernel = "latent" if reads_latents(problem) else "decode" if decodes(problem) else "others"
+        latents = reads_latents(problem) or reads_few_latents(problem)
+        kernel = "latent" if latents else "decode" if decodes(problem) else "others"
         wanted = next((name for name in ("latent", "decode") if family is FAMILIES[name]), "others")
         if BACKEND.supports(problem, HOPPER) is None and kernel == wanted:
             yield problem
@@ -172,7 +181,7 @@ def latent_choices(problem: AttentionProblem) -> Choices:
     """Of reading latents."""
     config = decode_configs.latent_config(problem, packed_queries=problem.seqlen_q > 1)
     return {
-        "tile": f"{config.BLOCK_N} keys",
+        "tile": f"{config.BLOCK_N} keys of {'e4m3' if problem.fp8 else '16 bits'}",
         "heads": f"{config.GROUP_SIZE}",
         "queries": "packed" if config.PACKED_Q else "one",
         "sequences": f"{config.FEW or 'any'}",
@@ -238,11 +247,11 @@ FAMILIES = {
         _decode_tiles,
     ),
     "latent": Family(
-        ("latent_kernel",),
+        ("latent_kernel", "decode_kernel"),
         latent_problem,
         latent_choices,
         ([{"num_heads": 128}, {"num_heads": 16}], DTYPES, TOKENS, DECODE_ROWS, BATCHES, SCORES),
-        lambda: {"64 keys"},
+        lambda: {"64 keys of 16 bits", "64 keys of e4m3"},
     ),
     "fp8": Family(
         ("fp8_forward_kernel",),

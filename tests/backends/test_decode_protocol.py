@@ -166,6 +166,35 @@ def test_e4m3_pages(case: Case, page_size: int, several: bool, decode: Callable[
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 
+LATENTS: dict[str, Any] = {"head_dim": 576, "head_dim_v": 512}
+FP8_LATENTS = {
+    "sixteen heads": (Case(**LATENTS, heads=(16, 1), lengths=LENGTHS), 64, False),
+    "small pages, few heads": (Case(**LATENTS, heads=(3, 1), lengths=LENGTHS, sinks=True), 16, False),
+    "several tokens": (Case(**LATENTS, heads=(5, 1), lengths=SEVERAL, causal=True, padding=2), 128, True),
+    "two heads, window": (Case(**LATENTS, heads=(8, 2), lengths=LENGTHS, window=(50, None), softcap=3.0), 256, False),
+    "narrower rest": (Case(head_dim=528, head_dim_v=512, heads=(2, 1), lengths=LENGTHS), 32, False),
+}
+
+
+@pytest.mark.parametrize(("case", "page_size", "several"), FP8_LATENTS.values(), ids=FP8_LATENTS.keys())
+def test_e4m3_latents(case: Case, page_size: int, several: bool, decode: Callable[..., Any]) -> None:
+    """The attention of the dequantised latents, of which V is a view; scales differ from page to page."""
+    MODE.late_loads = True
+    operands, problem = in_pages(case, case.inputs(), page_size, "rows first")
+    pages = torch.arange(operands.k.shape[0])[:, None, None, None]
+    k = fp8.quantize_pages(operands.k * 10.0 ** (pages % 3 - 1))
+    operands = operands._replace(k=k.data, v=k.data[..., :512], k_scale=k.scale, v_scale=k.scale)
+    if not several:
+        operands = operands._replace(cu_seqlens_q=None)
+        problem = replace(problem, seqlen_q=1)
+    problem = replace(problem, fp8=("k", "v"), latent=True)
+    assert importlib.import_module(PACKAGE).reads_few_latents(replace(problem, seqlen_k=max(problem.seqlen_k, 256)))
+    out, lse = decode(problem, operands)
+    ref, ref_lse = reference().forward(replace(problem, dtype=torch.float64), operands._replace(q=operands.q.double()))
+    torch.testing.assert_close(out.double(), ref, atol=0.02 * ref.abs().max().item(), rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
 def check(case: Case, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
     ref, ref_lse = expected(case, operands)
     torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)

@@ -67,6 +67,7 @@ KERNELS = (
     Kernel("forward_kernel", "forward", {"d": 256, **CAUSAL, "has_sinks": True, "max_logits": True}),
     Kernel("forward_wide_kernel", "forward", {"d": 512, **CAUSAL, **PAGED, "has_sinks": True}),
     Kernel("decode_kernel", "decode", {"d": 512, **PAGED}),
+    Kernel("decode_kernel", "latent", {"num_heads": 16, **PAGED, "fp8": ("k", "v")}),
     Kernel("forward_wide_kernel", "forward", {"d": 384, "window_left": 100, "softcap": 30.0}),
 )
 

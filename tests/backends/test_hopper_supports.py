@@ -39,6 +39,17 @@ TAKEN: dict[str, dict[str, Any]] = {
     "decoding, 512 columns": {"seqlen_q": 1, "head_dim": 512, "head_dim_v": 512, "kind": "paged", "page_size": 16},
     "several tokens": {"batch": 32, "seqlen_q": 16, "causal": True},
     "decoding from pages": {"kind": "paged", "page_size": 8, "seqlen_q": 1, "has_sinks": True, "softcap": 30.0},
+    "decoding from e4m3 latents": {
+        "kind": "paged",
+        "page_size": 64,
+        "batch": 16,
+        "seqlen_q": 2,
+        "num_kv_heads": 1,
+        "head_dim": 576,
+        "head_dim_v": 512,
+        "fp8": ("k", "v"),
+        "latent": True,
+    },
     "decoding from e4m3 pages": {"kind": "paged", "page_size": 16, "batch": 8, "seqlen_q": 2, "fp8": ("k", "v")},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -79,6 +90,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "decoding, 512 columns of e4m3": (
         {"kind": "paged", "page_size": 64, "seqlen_q": 1, "fp8": ("k", "v"), "head_dim": 512, "head_dim_v": 512},
         "more than 256 columns",
+    ),
+    "e4m3 latents, many rows": (
+        {
+            "kind": "paged",
+            "page_size": 64,
+            "batch": 64,
+            "seqlen_q": 3,
+            "num_kv_heads": 1,
+            "head_dim": 576,
+            "head_dim_v": 512,
+            "fp8": ("k", "v"),
+            "latent": True,
+        },
+        "at most 16 query rows a K/V head",
     ),
     "e4m3, 512 columns": ({"fp8": ("q", "k", "v"), "head_dim": 512, "head_dim_v": 512}, "up to 256"),
     "odd values": ({"head_dim_v": 100}, "head_dim_v 100"),

@@ -240,6 +240,7 @@ def latent_cases() -> list[Case]:
         "gradients": dataclasses.replace(dense, seqlens_q=(5,) * 2, grad_of=None, causal=True, dtype=torch.float32),
         "gradients_narrow": dataclasses.replace(packed, head_dim=80, head_dim_v=64, grad_of=None),
         "fp8_decode": dataclasses.replace(decode, fp8="kv"),
+        "fp8_decode_few_heads": dataclasses.replace(decode, fp8="kv", num_heads=3, sinks=True),
         "fp8_several_tokens": dataclasses.replace(several, fp8="kv"),
         "fp8_dense_heads": dataclasses.replace(dense, fp8="head"),
         "int8_decode": dataclasses.replace(decode, fp8="int8"),

@@ -18,7 +18,7 @@ from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-__all__ = ["BACKEND", "HopperBackend", "decodes", "reads_latents"]
+__all__ = ["BACKEND", "HopperBackend", "computes_gradients", "decodes", "reads_few_latents", "reads_latents"]
 
 DTYPES = (torch.float16, torch.bfloat16)
 # TMA needs strides that are multiples of 16 bytes: 8 elements of 16 bits.
@@ -46,6 +46,8 @@ FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
 # Latents: V is LATENT_DIM_V columns of keys that have up to LATENT_REST more. CTAs of 64 rows read them for up to
 # MAX_LATENT_ROWS query rows a K/V head at the same time.
 LATENT_DIM_V, LATENT_REST, MAX_LATENT_ROWS = 512, 64, 512
+# The decode kernel reads e4m3 latents for so many rows: their O fits next to a converted piece of V.
+FEW_LATENT_ROWS = 16
 
 
 class HopperBackend(GpuBackend):
@@ -137,6 +139,13 @@ def reads_latents(problem: AttentionProblem) -> bool:
     return problem.latent and wide and not (problem.needs_grad or problem.fp8)
 
 
+def reads_few_latents(problem: AttentionProblem) -> bool:
+    """Whether the decode kernel reads a problem's e4m3 pages of latents once for K and V."""
+    wide = 0 < problem.head_dim - problem.head_dim_v <= LATENT_REST and problem.head_dim_v == LATENT_DIM_V
+    few = problem.seqlen_q * problem.group_size <= FEW_LATENT_ROWS
+    return problem.latent and wide and few and problem.fp8 == ("k", "v") and decodes(problem)
+
+
 def _latent_refusals(problem: AttentionProblem) -> Iterator[str]:
     rows = problem.seqlen_q * problem.group_size
     if rows > MAX_LATENT_ROWS:
@@ -186,7 +195,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         return
     if problem.tiles_shape is not None:
         yield from _tile_mask_refusals(problem)
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+    widths = () if reads_few_latents(problem) else (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v))
+    for name, size in widths:
         if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     if (problem.head_dim > MAX_COLUMNS) != (problem.head_dim_v > MAX_COLUMNS):
@@ -236,8 +246,9 @@ def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
         yield f"over {FEW_WIDE_ROWS} query rows and converted keys of {problem.head_dim} columns do not fit registers"
     if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
         yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
-    if problem.fp8 and max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS:
-        yield f"e4m3 pages of more than {MAX_COLUMNS} columns: a converted tile does not fit the registers"
+    if problem.fp8 and max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS and not reads_few_latents(problem):
+        latents = f", except latents of {LATENT_DIM_V} + {LATENT_REST} for at most {FEW_LATENT_ROWS} query rows"
+        yield f"e4m3 pages of more than {MAX_COLUMNS} columns do not fit the registers{latents} a K/V head"
     if problem.fp8 and (problem.fp8 != ("k", "v") or problem.page_size is None):
         yield f"{', '.join(problem.fp8)} in e4m3: decoding takes e4m3 keys and values in pages, beside q in 16 bits"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

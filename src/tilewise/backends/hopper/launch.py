@@ -566,7 +566,7 @@ def decode_arguments(
     paged = config.IS_PAGED
     left, right = problem.band
     return {
-        **{f"{name}_desc": _described(problem, config, name, views[name]) for name in ("k", "v")},
+        **_key_tiles(problem, config, views),
         **{name: _rows(problem, name, views[name]) for name in ("q", "out", "lse")},
         "sinks_ptr": single_address(views, "sinks"),
         "parts_ptr": Address("workspace", torch.float32),
@@ -651,6 +651,16 @@ def latent_arguments(
         ),
         "C": config,
     }
+
+
+def _key_tiles(problem: AttentionProblem, config: DecodeConfig, views: dict[str, View]) -> dict[str, Any]:
+    """Tensor maps of k and v; of latents, of both parts of k."""
+    keys = _described(problem, config, "k", views["k"])
+    if not config.D_REST:
+        return {"k_desc": keys, "k_rest": None, "v_desc": _described(problem, config, "v", views["v"])}
+    rows = packed_rows(problem, "k", views["k"])
+    rest = describe("k", rows, shapes_of(problem)["k"], config.CHUNK, config.D_REST)
+    return {"k_desc": keys, "k_rest": rest, "v_desc": None}
 
 
 def _described(problem: AttentionProblem, config: DecodeConfig, name: str, view: View) -> Any:
