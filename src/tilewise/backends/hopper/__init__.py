@@ -25,7 +25,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIM_STEP = 8
 # Narrower heads would be mostly padding in a 64-column tile.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 512
-# With more columns of K and V, only the forward has a kernel (forward_wide.py). Gradients are Triton's.
+# Heads with more columns have a forward (forward_wide.py) and decoding; Triton's kernels compute their gradients.
 MAX_COLUMNS = 256
 # The decode kernel serves calls without gradients with at most FEW_ROWS query rows per K/V head and at least MANY_KEYS
 # keys. The forward kernel cannot saturate memory with so few rows.
@@ -201,7 +201,7 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     if (problem.head_dim > MAX_COLUMNS) != (problem.head_dim_v > MAX_COLUMNS):
         sizes = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
-        yield f"{sizes}: the kernel for more than {MAX_COLUMNS} columns takes both above that"
+        yield f"{sizes}: kernels for more than {MAX_COLUMNS} columns take both above that"
     if problem.batch_invariant:
         yield from _invariant_refusals(problem)
     if problem.max_logits and (decodes(problem) or problem.fp8):
