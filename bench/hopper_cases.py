@@ -148,11 +148,11 @@ def _backward_groups(d: int) -> dict[str, list[Case]]:
 
 def _all_groups() -> dict[str, list[Case]]:
     found: dict[str, list[Case]] = {}
-    for head_dim in (128, 64, 256, 192, 96):
+    for head_dim in (128, 64, 256, 192, 96, 512, 384):
         found |= _forward_groups(head_dim)
     for head_dim in (128, 64, 96, 256, 192):
         found |= _backward_groups(head_dim)
-    for head_dim in (128, 64, 256, 192, 96):
+    for head_dim in (128, 64, 256, 192, 96, 512, 384):
         found[f"paged-d{head_dim}"] = [
             _packed(head_dim, causal=causal, padding=padding, page_size=page_size)
             for causal, padding in ((False, 3), (True, 0))
@@ -166,7 +166,17 @@ def _all_groups() -> dict[str, list[Case]]:
         for c in (False, True)
     ] + [_packed(192, head_dim_v=128, causal=True, padding=5, backward=True)]
     found["forward-unequal"] = [
-        _shaped(s, d, head_dim_v=dv, causal=c) for d, dv in unequal for s in SHAPES[2:4] for c in (False, True)
+        _shaped(s, d, head_dim_v=dv, causal=c)
+        for d, dv in (*unequal, (392, 264), (320, 512))
+        for s in SHAPES[2:4]
+        for c in (False, True)
+    ]
+    tokens = [(5, 8, 2, 1, 1000), (5, 8, 2, 2, 457), (40, 16, 1, 1, 300), (2, 4, 4, 1, 5000)]
+    packed: dict[str, Any] = {"kind": "varlen", "lengths_q": (1, 1, 2, 1, 0), "lengths_k": PACKED_K, "causal": True}
+    found["decode-d512"] = [
+        *(_shaped(shape, 512, causal=True, sinks=shape[3] == 2) for shape in tokens),
+        *(_shaped(tokens[0], d, head_dim_v=dv, softcap=20.0, window=(300, 0)) for d, dv in ((320, 512), (392, 264))),
+        *(_shaped((5, 8, 2, 2, 700), 512, page_size=page_size, **packed) for page_size in (None, 16, 64, 256)),
     ]
     return found
 

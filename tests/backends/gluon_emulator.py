@@ -421,6 +421,7 @@ LANGUAGE: dict[str, Any] = {
     "reshape": lambda x, shape: x.reshape(shape),
     "broadcast_to": lambda x, shape: x.expand(shape),
     "permute": lambda x, order: x.permute(*order),
+    "join": lambda a, b: torch.stack((a, b), -1),
     "split": lambda x: x.unbind(-1),
     "convert_layout": lambda x, _, **_asserted: x,
     "trans": lambda x: x.T,

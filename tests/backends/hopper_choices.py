@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import device
-from tilewise.backends.hopper import BACKEND, configs, decode_configs, decodes, fp8_configs, reads_latents
+from tilewise.backends.hopper import (
+    BACKEND,
+    configs,
+    decode_configs,
+    decodes,
+    fp8_configs,
+    reads_few_latents,
+    reads_latents,
+)
 from tilewise.problem import AttentionProblem
 
 __all__ = ["FAMILIES", "cover"]
@@ -31,6 +39,8 @@ SCORES: Options = [{}, {"softcap": 30.0}, {"has_sinks": True}]
 # Of unequal ones, a wider V and a narrower one, in column parts and without.
 UNEQUAL = ((64, 128), (192, 128), (256, 64))
 DIMS: Options = [{"d": d} for d in (64, 96, 128, 192, 256)] + [{"d": d, "head_dim_v": dv} for d, dv in UNEQUAL]
+# The forward alone has them.
+WIDE_DIMS: Options = [{"d": 512}, {"d": 384}, {"d": 320, "head_dim_v": 512}]
 LENGTHS: Options = [{"seqlen_q": n, "seqlen_k": n} for n in (1024, 2048, 4096, 8192)]
 EVERY_LENGTH: Options = [*LENGTHS, {"seqlen_q": 4000, "seqlen_k": 4000}]
 DENSE, PACKED = {"kind": "dense"}, {"kind": "varlen"}
@@ -43,7 +53,7 @@ SMALL_PAGES: Options = [{"kind": "paged", "page_size": size} for size in (8, 16,
 E4M3, INT8 = {"fp8": ("k", "v")}, {"fp8": ("k", "v"), "int8": True, "scale_blocks": (None, 1, 1)}
 CODES: Options = [pages | codes for pages in SMALL_PAGES for codes in (E4M3, INT8)]
 DECODE_ROWS: Options = [DENSE, PACKED, *SMALL_PAGES, *CODES]
-DECODE_DIMS: Options = [{"d": 64}, {"d": 128}, {"d": 256}, {"d": 192, "head_dim_v": 128}]
+DECODE_DIMS: Options = [{"d": 64}, {"d": 128}, {"d": 256}, {"d": 512}, {"d": 192, "head_dim_v": 128}]
 TOKENS: Options = [
     {}, {"window_left": 999}, {"seqlen_q": 4, "causal": True}, {"seqlen_q": 4, "causal": True, "window_left": 999},
 ]  # fmt: skip
@@ -100,7 +110,8 @@ def _problems(family: Family) -> Iterator[AttentionProblem]:
         problem = family.problem(**{name: value for option in combination for name, value in option.items()})
         if problem.tiles_shape and problem.deterministic:  # Triton's kernels compute these gradients
             continue
-        kernel = "latent" if reads_latents(problem) else "decode" if decodes(problem) else "others"
+        latents = reads_latents(problem) or reads_few_latents(problem)
+        kernel = "latent" if latents else "decode" if decodes(problem) else "others"
         wanted = next((name for name in ("latent", "decode") if family is FAMILIES[name]), "others")
         if BACKEND.supports(problem, HOPPER) is None and kernel == wanted:
             yield problem
@@ -172,7 +183,7 @@ def latent_choices(problem: AttentionProblem) -> Choices:
     """Of reading latents."""
     config = decode_configs.latent_config(problem, packed_queries=problem.seqlen_q > 1)
     return {
-        "tile": f"{config.BLOCK_N} keys",
+        "tile": f"{config.BLOCK_N} keys of {'e4m3' if problem.fp8 else '16 bits'}",
         "heads": f"{config.GROUP_SIZE}",
         "queries": "packed" if config.PACKED_Q else "one",
         "sequences": f"{config.FEW or 'any'}",
@@ -217,10 +228,10 @@ def _decode_tiles() -> set[str]:
 
 FAMILIES = {
     "forward": Family(
-        ("forward_kernel", "forward_quad_kernel"),
+        ("forward_kernel", "forward_quad_kernel", "forward_wide_kernel"),
         plain_problem,
         forward_choices,
-        (DIMS, DTYPES, EVERY_MASK, ROWS, SCORES, LENGTHS),
+        (DIMS + WIDE_DIMS, DTYPES, EVERY_MASK, ROWS, SCORES, LENGTHS),
         lambda: _rows_of(configs, configs.ForwardTile),
     ),
     # Its kernels know nothing of sinks.
@@ -239,11 +250,11 @@ FAMILIES = {
         _decode_tiles,
     ),
     "latent": Family(
-        ("latent_kernel",),
+        ("latent_kernel", "decode_kernel"),
         latent_problem,
         latent_choices,
         ([{"num_heads": 128}, {"num_heads": 16}], DTYPES, TOKENS, DECODE_ROWS, BATCHES, SCORES),
-        lambda: {"64 keys"},
+        lambda: {"64 keys of 16 bits", "64 keys of e4m3"},
     ),
     "fp8": Family(
         ("fp8_forward_kernel",),

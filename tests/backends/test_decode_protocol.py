@@ -27,6 +27,8 @@ DENSE = {
     "one share": Case(128, heads=(1, 1), seqlens=(1, 40)),
     "several tokens": Case(128, heads=(4, 2), seqlens=(5, 333), causal=True),
     "wide, padded": Case(200, 96, heads=(4, 1), seqlens=(1, 500)),
+    "512 columns": Case(512, heads=(4, 2), batch=2, seqlens=(1, 300)),
+    "512 columns, packed": Case(512, 320, heads=(4, 1), lengths=SEVERAL, causal=True, padding=2, sinks=True),
     "window": Case(128, heads=(4, 2), seqlens=(3, 600), window=(100, 1)),
     "softcap, sinks": Case(96, heads=(6, 2), seqlens=(2, 400), causal=True, softcap=2.0, sinks=True),
     "fewer keys": Case(64, heads=(4, 1), seqlens=(6, 3), causal=True, sinks=True),
@@ -38,6 +40,7 @@ PAGED = {
     "tiny pages": (Case(64, heads=(4, 2), lengths=LENGTHS, sinks=True), 8, "heads first", False),
     "a page a tile": (Case(128, heads=(4, 2), lengths=SEVERAL, causal=True), 64, "together", True),
     "large pages": (Case(256, heads=(2, 1), lengths=LENGTHS, window=(50, None)), 256, "rows first", False),
+    "512 columns": (Case(512, heads=(2, 1), lengths=LENGTHS, softcap=2.0), 64, "rows first", False),
     "odd pages": (Case(96, heads=(4, 2), lengths=SEVERAL, causal=True, padding=2), 24, "heads first", True),
 }
 
@@ -183,6 +186,39 @@ def test_an_int8_row_that_is_not_finite_reads_as_nan(of: str, decode: Callable[.
     assert out.isnan()[0, 2:].all()
     assert not out.isnan()[0, :2].any()
     assert not out.isnan()[1].any()
+
+
+LATENTS: dict[str, Any] = {"head_dim": 576, "head_dim_v": 512}
+FP8_LATENTS = {
+    "sixteen heads": (Case(**LATENTS, heads=(16, 1), lengths=LENGTHS), 64, False),
+    "small pages, few heads": (Case(**LATENTS, heads=(3, 1), lengths=LENGTHS, sinks=True), 16, False),
+    "several tokens": (Case(**LATENTS, heads=(5, 1), lengths=SEVERAL, causal=True, padding=2), 128, True),
+    "two heads, window": (Case(**LATENTS, heads=(8, 2), lengths=LENGTHS, window=(50, None), softcap=3.0), 256, False),
+    "narrower rest": (Case(head_dim=528, head_dim_v=512, heads=(2, 1), lengths=LENGTHS), 32, False),
+}
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
+@pytest.mark.parametrize(("case", "page_size", "several"), FP8_LATENTS.values(), ids=FP8_LATENTS.keys())
+def test_8_bit_latents(
+    case: Case, page_size: int, several: bool, codes: torch.dtype, decode: Callable[..., Any]
+) -> None:
+    """The attention of the dequantised latents, of which V is a view; scales differ from page to page."""
+    MODE.late_loads = True
+    operands, problem = in_pages(case, case.inputs(), page_size, "rows first")
+    pages = torch.arange(operands.k.shape[0])[:, None, None, None]
+    k = fp8.quantize_pages(operands.k * 10.0 ** (pages % 3 - 1), dtype=codes)
+    operands = operands._replace(k=k.data, v=k.data[..., :512], k_scale=k.scale, v_scale=k.scale)
+    if not several:
+        operands = operands._replace(cu_seqlens_q=None)
+        problem = replace(problem, seqlen_q=1)
+    blocks = (None, 1, 1) if codes == torch.int8 else (None, None, None)
+    problem = replace(problem, fp8=("k", "v"), int8=codes == torch.int8, scale_blocks=blocks, latent=True)
+    assert importlib.import_module(PACKAGE).reads_few_latents(replace(problem, seqlen_k=max(problem.seqlen_k, 256)))
+    out, lse = decode(problem, operands)
+    ref, ref_lse = reference().forward(replace(problem, dtype=torch.float64), operands._replace(q=operands.q.double()))
+    torch.testing.assert_close(out.double(), ref, atol=0.02 * ref.abs().max().item(), rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 
 def check(case: Case, operands: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:

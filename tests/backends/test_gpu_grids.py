@@ -44,6 +44,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     },
     "deterministic": {"deterministic": True, "causal": True},
     "wide": {"head_dim": 256, "head_dim_v": 256},
+    "512 columns": {"head_dim": 512, "head_dim_v": 512},
     "packed": {"kind": "varlen", "causal": True},
     "short": {"seqlen_q": 49, "seqlen_k": 49, "total_q": 49 * MANY, "total_k": 49 * MANY},
     "decoding": {"seqlen_q": 1, "total_q": MANY, "seqlen_k": 300, "total_k": 300 * MANY, "needs_grad": False},
@@ -89,7 +90,7 @@ def drawn(draw: random.Random) -> AttentionProblem:
     seqlen_q, seqlen_k, d = (
         draw.choice(LENGTHS),
         draw.choice(LENGTHS),
-        draw.choice((40, 64, 72, 96, 128, 160, 192, 256)),
+        draw.choice((40, 64, 72, 96, 128, 160, 192, 256, 392, 512)),
     )
     page_size = draw.choice((8, 16, 64, 128, 192)) if kind == "paged" else None
     page_rows = page_size or 1
@@ -98,7 +99,8 @@ def drawn(draw: random.Random) -> AttentionProblem:
     return AttentionProblem(
         kind=kind, dtype=draw.choice((torch.float16, torch.bfloat16)), batch=batch, seqlen_q=seqlen_q,
         seqlen_k=seqlen_k, total_q=batch * seqlen_q, total_k=batch * -(-seqlen_k // page_rows) * page_rows,
-        num_heads=group * keys, num_kv_heads=keys, head_dim=d, head_dim_v=draw.choice((d, d, 64, 128, 256)), scale=0.1,
+        num_heads=group * keys, num_kv_heads=keys, head_dim=d, head_dim_v=draw.choice((d, d, 64, 128, 256, 264)),
+        scale=0.1,
         causal=draw.random() < 0.5, window_left=draw.choice((None, None, 0, 1000)),
         window_right=draw.choice((None, 3, -2)), softcap=draw.choice((None, None, 20.0)),
         has_sinks=draw.random() < 0.3, page_size=page_size,

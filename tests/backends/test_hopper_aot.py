@@ -65,6 +65,10 @@ KERNELS = (
     Kernel("forward_kernel", "forward", {"d": 128, **CAUSAL, "max_logits": True}),
     Kernel("forward_quad_kernel", "forward", {"d": 64, **CAUSAL, "max_logits": True}),
     Kernel("forward_kernel", "forward", {"d": 256, **CAUSAL, "has_sinks": True, "max_logits": True}),
+    Kernel("forward_wide_kernel", "forward", {"d": 512, **CAUSAL, **PAGED, "has_sinks": True}),
+    Kernel("decode_kernel", "decode", {"d": 512, **PAGED}),
+    Kernel("decode_kernel", "latent", {"num_heads": 16, **PAGED, "fp8": ("k", "v")}),
+    Kernel("forward_wide_kernel", "forward", {"d": 384, "window_left": 100, "softcap": 30.0}),
 )
 
 
@@ -80,7 +84,7 @@ def hold(found: Any, spills: int, what: object) -> None:
 
 
 # One of each family; the others in the exhaustive run.
-FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[7], KERNELS[9], KERNELS[11], KERNELS[12])
+FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[7], KERNELS[9], KERNELS[11], KERNELS[12], KERNELS[16])
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,15 @@ FORWARD = {
     "d192 causal": Case(192, seqlens=(300, 300), causal=True),
     "d256": Case(256, seqlens=(200, 333)),
     "d256 causal": Case(256, seqlens=(333, 300), causal=True),
+    "d512": Case(512, seqlens=(130, 200), batch=2),
+    "d512 causal": Case(512, seqlens=(200, 333), causal=True),
+    "d512 fewer keys": Case(512, seqlens=(200, 70), causal=True, sinks=True),
+    "d512 rising": Case(512, seqlens=(65, 300), causal=True, rising=40),
+    "d512 window": Case(512, seqlens=(200, 300), window=(70, 20), softcap=2.0),
+    "d512 packed": Case(512, lengths=PACKED, causal=True, padding=3, sinks=True),
+    "d392 unequal": Case(392, 264, heads=(4, 2), seqlens=(100, 150), dtype=torch.float16),
+    "d320 unequal": Case(320, 512, heads=(1, 1), seqlens=(80, 130), causal=True),
+    "d384": Case(384, heads=(1, 1), seqlens=(64, 128)),
     "unequal": Case(192, 128, seqlens=(200, 300), causal=True),
     "window": Case(128, seqlens=(600, 500), window=(100, 30)),
     "narrow window": Case(64, seqlens=(300, 300), window=(0, 0)),
@@ -218,7 +227,8 @@ def check_query_tiles(shown: masks.Band, sizes: Any, config: Any, schedule: Any)
 # Every tile, both ends of a window, every other feature once.
 ORDINARY = (
     "d64 whole tiles", "d64 three warpgroups", "d64 causal three warpgroups", "d64 fewer keys", "d128 rising",
-    "d128 causal", "d96 one tile", "d192 causal", "d256", "unequal", "window", "d64 capped",
+    "d128 causal", "d96 one tile", "d192 causal", "d256", "d512", "d512 causal", "d512 window", "d512 packed",
+    "d320 unequal", "unequal", "window", "d64 capped",
     "d64 left edge, four warpgroups", "sinks", "packed", "packed three warpgroups", "packed window",
 )  # fmt: skip
 
@@ -249,8 +259,8 @@ def check_forward(case: Case, emulated: Callable[[str], Any]) -> None:
 
 # The last one has a scale from which on scores of any size are right.
 LARGEST = (
-    "d64 fewer keys", "d64 three warpgroups", "d128 rising", "d192 causal", "d256 causal", "sinks", "softcap", "packed",
-    "window", "d128",
+    "d64 fewer keys", "d64 three warpgroups", "d128 rising", "d192 causal", "d256 causal", "d512 rising", "sinks",
+    "softcap", "packed", "window", "d128",
 )  # fmt: skip
 
 
@@ -307,11 +317,13 @@ PAGED = {
     "d192": (Case(192, 128, lengths=PACKED, causal=True), 64, "together"),
     "d96": (Case(96, lengths=PACKED, softcap=2.0), 64, "rows first"),
     "d256": (Case(256, lengths=PACKED, causal=True), 128, "heads first"),
+    "d512": (Case(512, lengths=PACKED, causal=True), 64, "together"),
+    "d328": (Case(328, 400, lengths=PACKED, window=(70, 20), padding=2), 128, "heads first"),
 }
 
 
 @pytest.mark.parametrize(
-    ("case", "page_size", "storage"), sampled(PAGED, ("two pages a tile", "large pages", "odd pages", "d192"))
+    ("case", "page_size", "storage"), sampled(PAGED, ("two pages a tile", "large pages", "odd pages", "d192", "d512"))
 )
 def test_paged_forward_protocol(case: Case, page_size: int, storage: str, emulated: Callable[[str], Any]) -> None:
     """Pages in any order, NaN in every row that no sequence has, nonsense in the unused part of the table."""
@@ -375,6 +387,22 @@ def test_a_missing_wait_is_found(emulated: Callable[[str], Any], monkeypatch: py
     monkeypatch.setattr(emulated("channels").Ring, "wait", lambda *_: None)
     monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
     assert not survives(FORWARD["d128 causal"], emulated, late_loads=True)
+
+
+@pytest.mark.parametrize("missing", ["wait for P", "wait for the store of O"])
+def test_a_missing_step_of_wide_heads_is_found(
+    missing: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two warpgroups that share rows, and between O and the V that comes after it into its slot."""
+    monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)
+    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
+    ring, wide = emulated("channels").Ring, emulated("forward_wide")
+    wait = ring.wait
+    if missing == "wait for P":
+        monkeypatch.setattr(ring, "wait", lambda self, at: None if at.NUM_SLOTS == 2 else wait.function(self, at))
+    else:
+        monkeypatch.setattr(wide.tma, "store_wait", lambda _: None)
+    assert not survives(FORWARD["d512 causal"], emulated, late_loads=False)
 
 
 def survives(case: Case, emulated: Callable[[str], Any], late_loads: bool) -> bool:

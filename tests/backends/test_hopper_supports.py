@@ -31,11 +31,25 @@ TAKEN: dict[str, dict[str, Any]] = {
     "larger pages": {"kind": "paged", "page_size": 192, "head_dim": 192, "head_dim_v": 192},
     "deterministic": {"deterministic": True, "needs_grad": True},
     "wide heads": {"head_dim": 256, "head_dim_v": 256, "needs_grad": True},
+    "512 columns": {"head_dim": 512, "head_dim_v": 512, "needs_grad": True, "has_sinks": True, "softcap": 30.0},
+    "392 and 264 columns in pages": {"head_dim": 392, "head_dim_v": 264, "kind": "paged", "page_size": 64},
     "unequal": {"head_dim": 192, "head_dim_v": 128, "needs_grad": True, "deterministic": True},
     "tile mask": {"tiles_shape": (1, 8, 3, 4), "needs_grad": True, "softcap": 30.0, "has_sinks": True},
     "decoding": {"seqlen_q": 1},
+    "decoding, 512 columns": {"seqlen_q": 1, "head_dim": 512, "head_dim_v": 512, "kind": "paged", "page_size": 16},
     "several tokens": {"batch": 32, "seqlen_q": 16, "causal": True},
     "decoding from pages": {"kind": "paged", "page_size": 8, "seqlen_q": 1, "has_sinks": True, "softcap": 30.0},
+    "decoding from e4m3 latents": {
+        "kind": "paged",
+        "page_size": 64,
+        "batch": 16,
+        "seqlen_q": 2,
+        "num_kv_heads": 1,
+        "head_dim": 576,
+        "head_dim_v": 512,
+        "fp8": ("k", "v"),
+        "latent": True,
+    },
     "decoding from e4m3 pages": {"kind": "paged", "page_size": 16, "batch": 8, "seqlen_q": 2, "fp8": ("k", "v")},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -68,7 +82,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "tile mask, e4m3": ({"tiles_shape": (1, 1, 3, 4), "fp8": ("q", "k", "v")}, "e4m3"),
     "odd head": ({"head_dim": 63, "head_dim_v": 63}, "head_dim 63"),
     "narrow head": ({"head_dim": 32, "head_dim_v": 32}, "head_dim 32"),
-    "wide head": ({"head_dim": 264, "head_dim_v": 264}, "head_dim 264"),
+    "wide head": ({"head_dim": 520, "head_dim_v": 512}, "head_dim 520"),
+    "one wide side": ({"head_dim": 512}, "head_dim 512 and head_dim_v 128"),
+    "decoding, 512 columns of e4m3": (
+        {"kind": "paged", "page_size": 64, "seqlen_q": 1, "fp8": ("k", "v"), "head_dim": 512, "head_dim_v": 512},
+        "more than 256 columns",
+    ),
+    "e4m3 latents, many rows": (
+        {
+            "kind": "paged",
+            "page_size": 64,
+            "batch": 64,
+            "seqlen_q": 3,
+            "num_kv_heads": 1,
+            "head_dim": 576,
+            "head_dim_v": 512,
+            "fp8": ("k", "v"),
+            "latent": True,
+        },
+        "at most 16 query rows a K/V head",
+    ),
+    "e4m3, 512 columns": ({"fp8": ("q", "k", "v"), "head_dim": 512, "head_dim_v": 512}, "up to 256"),
     "odd values": ({"head_dim_v": 100}, "head_dim_v 100"),
     "negative scale": ({"scale": -1.0}, "scale"),
     "decoding, negative scale": ({"batch": 32, "seqlen_q": 16, "causal": True, "scale": -1.0}, "scale"),
@@ -95,6 +129,12 @@ def test_refuses_with_the_reason(changes: dict[str, Any], reason: str) -> None:
     assert reason in (BACKEND.supports(replace(PLAIN, **changes), device.named("h200")) or "")
 
 
+def test_gradients_of_512_columns_have_a_fixed_order() -> None:
+    """Triton's kernels compute them."""
+    assert BACKEND.unordered(replace(PLAIN, head_dim=512, head_dim_v=512, needs_grad=True)) is None
+    assert "dq" in (BACKEND.unordered(replace(PLAIN, needs_grad=True)) or "")
+
+
 @pytest.mark.parametrize("name", ["a100", "b200", "cpu"])
 def test_refuses_other_devices(name: str) -> None:
     assert "wgmma" in (BACKEND.supports(PLAIN, device.named(name)) or "")
@@ -116,7 +156,9 @@ def test_whatever_is_decoded_has_a_tile(fp8: tuple[str, ...]) -> None:
     configs = pytest.importorskip("tilewise.backends.hopper.decode_configs")
     pages: dict[str, Any] = {"kind": "paged", "page_size": 64, "batch": 64, "fp8": fp8}
     taken = 0
-    for rows, head_dim, head_dim_v in itertools.product((1, 2, 8, 9, 16), (64, 128, 192, 256), (64, 80, 128, 256)):
+    for rows, head_dim, head_dim_v in itertools.product(
+        (1, 2, 8, 9, 16), (64, 128, 192, 256, 512), (64, 80, 128, 256, 320)
+    ):
         problem = replace(PLAIN, seqlen_q=rows, head_dim=head_dim, head_dim_v=head_dim_v, **pages)
         if BACKEND.supports(problem, device.named("h200")) is None:
             config = configs.decode_config(problem, packed_queries=rows > 1)

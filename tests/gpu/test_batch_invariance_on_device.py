@@ -16,7 +16,7 @@ pytestmark = pytest.mark.hopper
 LENGTHS = (1, 700, 33, 4096, 9000, 64, 4097, 128)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", ["dense", "varlen", "paged", "decode"])
 def test_random_batches(kind: str, dtype: torch.dtype, head_dim: int) -> None:

@@ -27,7 +27,7 @@ def rows(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
 @pytest.mark.parametrize("chosen", ["hopper", "triton"])
 def test_dense(chosen: str, head_dim: int, name: str) -> None:
     """Scores grow towards the first keys, so that maxima are found late; then towards the last."""

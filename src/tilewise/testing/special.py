@@ -240,6 +240,7 @@ def latent_cases() -> list[Case]:
         "gradients": dataclasses.replace(dense, seqlens_q=(5,) * 2, grad_of=None, causal=True, dtype=torch.float32),
         "gradients_narrow": dataclasses.replace(packed, head_dim=80, head_dim_v=64, grad_of=None),
         "fp8_decode": dataclasses.replace(decode, fp8="kv"),
+        "fp8_decode_few_heads": dataclasses.replace(decode, fp8="kv", num_heads=3, sinks=True),
         "fp8_several_tokens": dataclasses.replace(several, fp8="kv"),
         "fp8_dense_heads": dataclasses.replace(dense, fp8="head"),
         "int8_decode": dataclasses.replace(decode, fp8="int8"),
@@ -449,6 +450,10 @@ def _mixtures() -> dict[str, Case]:
         scale=0.158,
     )  # fmt: skip
     dropped = Case(mask="bhqk", dropout=0.2, dtype=torch.bfloat16, seqlens_q=(33,), seqlens_k=(65,))
+    wide = Case(
+        seqlens_q=(65,), seqlens_k=(150,), num_heads=4, head_dim=512, head_dim_v=512, dtype=torch.bfloat16, sinks=True
+    )
+    packed = dataclasses.replace(wide, kind="varlen", seqlens_q=(65, 0, 7), seqlens_k=(111, 3, 64), causal=True)
     return {
         "everything": everything,
         "everything_bf16_bshd": dataclasses.replace(everything, dtype=torch.bfloat16, layout="bshd"),
@@ -461,6 +466,13 @@ def _mixtures() -> dict[str, Case]:
         "mask_and_dropout_256": dataclasses.replace(dropped, head_dim=136, head_dim_v=136),
         "mask_and_dropout_512": dataclasses.replace(dropped, head_dim=264, head_dim_v=264, dtype=torch.float16),
         "head_dim_512": Case(head_dim=512, head_dim_v=512, causal=True, dtype=torch.bfloat16),
+        "head_dim_512_band": dataclasses.replace(wide, window=(70, 20), softcap=5.0),
+        "head_dim_512_varlen": dataclasses.replace(packed, padding=3, dtype=torch.float16),
+        "head_dim_512_paged": dataclasses.replace(packed, kind="paged", page_size=64, grad_of=()),
+        "head_dim_512_decode": dataclasses.replace(
+            packed, kind="paged", page_size=64, decode=True, seqlens_q=(1,) * 3, seqlens_k=(300, 3, 65), grad_of=()
+        ),
+        "head_dim_392": dataclasses.replace(wide, head_dim=392, head_dim_v=264, causal=True),
         "head_dim_320": Case(head_dim=320, head_dim_v=260, seqlens_q=(33,), seqlens_k=(65,)),
         "fp32_bias_and_sinks": Case(bias="bhqk", sinks=True, dtype=torch.bfloat16, side_dtype=torch.float32),
         "fp64_bias": Case(bias="1hqk", dtype=torch.bfloat16, side_dtype=torch.float64),

@@ -18,13 +18,15 @@ from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-__all__ = ["BACKEND", "HopperBackend", "decodes", "reads_latents"]
+__all__ = ["BACKEND", "HopperBackend", "computes_gradients", "decodes", "reads_few_latents", "reads_latents"]
 
 DTYPES = (torch.float16, torch.bfloat16)
 # TMA needs strides that are multiples of 16 bytes: 8 elements of 16 bits.
 HEAD_DIM_STEP = 8
 # Narrower heads would be mostly padding in a 64-column tile.
-MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 40, 512
+# Heads with more columns have a forward (forward_wide.py) and decoding; Triton's kernels compute their gradients.
+MAX_COLUMNS = 256
 # The decode kernel serves calls without gradients with at most FEW_ROWS query rows per K/V head and at least MANY_KEYS
 # keys. The forward kernel cannot saturate memory with so few rows.
 FEW_ROWS, MANY_KEYS = 64, 256
@@ -44,6 +46,8 @@ FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
 # Latents: V is LATENT_DIM_V columns of keys that have up to LATENT_REST more. CTAs of 64 rows read them for up to
 # MAX_LATENT_ROWS query rows a K/V head at the same time.
 LATENT_DIM_V, LATENT_REST, MAX_LATENT_ROWS = 512, 64, 512
+# The decode kernel reads e4m3 latents for so many rows: their O fits next to a converted piece of V.
+FEW_LATENT_ROWS = 16
 
 
 class HopperBackend(GpuBackend):
@@ -97,15 +101,13 @@ class HopperBackend(GpuBackend):
         return f"blocks walk the tiles that the mask lists, those with bits first{rest}"
 
     def _gradients(self, problem: AttentionProblem) -> ModuleType:
-        # Sums of dQ in fixed point need to know how many key tiles add to a query tile, and whether one that is not
-        # finite does. Triton's kernels have a fixed order.
-        if problem.tiles_shape is None or not problem.deterministic:
+        if computes_gradients(problem):
             return super()._gradients(problem)
         return importlib.import_module("tilewise.backends.triton.launch")
 
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Which gradient is summed in no fixed order, for `explain()`; None if all results repeat bit for bit."""
-        if not problem.needs_grad or (problem.tiles_shape is not None and problem.deterministic):
+        if not problem.needs_grad or not computes_gradients(problem):
             return None
         config = importlib.import_module("tilewise.backends.hopper.configs").backward_config(problem)
         if config.WIDE or config.FIXED_POINT:
@@ -119,10 +121,28 @@ def decodes(problem: AttentionProblem) -> bool:
     return few and problem.seqlen_k >= MANY_KEYS and not problem.needs_grad
 
 
+def computes_gradients(problem: AttentionProblem) -> bool:
+    """Whether the backward kernels of this backend serve a problem; otherwise Triton's do, which have a fixed order.
+
+    Sums of dQ in fixed point need to know how many key tiles add to a query tile, and whether one that is not finite
+    does; a tile mask tells neither.
+    """
+    if max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS:
+        return False
+    return problem.tiles_shape is None or not problem.deterministic
+
+
 def reads_latents(problem: AttentionProblem) -> bool:
     """Whether the kernel for latents serves a problem: V is the first columns of K, and both are read at once."""
     wide = 0 < problem.head_dim - problem.head_dim_v <= LATENT_REST and problem.head_dim_v == LATENT_DIM_V
     return problem.latent and wide and not (problem.needs_grad or problem.fp8)
+
+
+def reads_few_latents(problem: AttentionProblem) -> bool:
+    """Whether the decode kernel reads a problem's e4m3 pages of latents once for K and V."""
+    wide = 0 < problem.head_dim - problem.head_dim_v <= LATENT_REST and problem.head_dim_v == LATENT_DIM_V
+    few = problem.seqlen_q * problem.group_size <= FEW_LATENT_ROWS
+    return problem.latent and wide and few and problem.fp8 == ("k", "v") and decodes(problem)
 
 
 def _latent_refusals(problem: AttentionProblem) -> Iterator[str]:
@@ -175,9 +195,13 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         return
     if problem.tiles_shape is not None:
         yield from _tile_mask_refusals(problem)
-    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+    widths = () if reads_few_latents(problem) else (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v))
+    for name, size in widths:
         if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if (problem.head_dim > MAX_COLUMNS) != (problem.head_dim_v > MAX_COLUMNS):
+        sizes = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
+        yield f"{sizes}: kernels for more than {MAX_COLUMNS} columns take both above that"
     if problem.batch_invariant:
         yield from _invariant_refusals(problem)
     if problem.max_logits and (decodes(problem) or problem.fp8):
@@ -222,6 +246,9 @@ def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
         yield f"over {FEW_WIDE_ROWS} query rows and converted keys of {problem.head_dim} columns do not fit registers"
     if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
         yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
+    if problem.fp8 and max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS and not reads_few_latents(problem):
+        latents = f", except latents of {LATENT_DIM_V} + {LATENT_REST} for at most {FEW_LATENT_ROWS} query rows"
+        yield f"e4m3 pages of more than {MAX_COLUMNS} columns do not fit the registers{latents} a K/V head"
     if problem.fp8 and (problem.fp8 != ("k", "v") or problem.page_size is None):
         yield f"{', '.join(problem.fp8)} in e4m3: decoding takes e4m3 keys and values in pages, beside q in 16 bits"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -237,8 +264,8 @@ def _fp8_refusals(problem: AttentionProblem) -> Iterator[str]:
     if problem.softcap is not None:
         yield "softcap is not compiled into the FP8 kernel"
     for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if size % FP8_HEAD_DIM_STEP:
-            yield f"{name} {size} of 8-bit numbers is not a multiple of {FP8_HEAD_DIM_STEP}"
+        if size % FP8_HEAD_DIM_STEP or size > FP8_WIDTHS[-1]:
+            yield f"{name} {size} of 8-bit numbers is not a multiple of {FP8_HEAD_DIM_STEP} up to {FP8_WIDTHS[-1]}"
     if len({next((w for w in FP8_WIDTHS if size <= w), 0) for size in (problem.head_dim, problem.head_dim_v)}) > 1:
         yield f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} are padded to different widths"
     if any(block not in (None, FP8_BLOCK) for block in problem.scale_blocks):

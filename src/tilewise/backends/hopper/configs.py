@@ -25,6 +25,7 @@ class ForwardTile:
     RESCALE_EARLY   O is rescaled between Q K^T and P V
     OUT_IN_Q        O is staged in Q's buffer
     CTAS_PER_SM     2 selects the kernel of forward_quad.py
+    SHARES_ROWS     two warpgroups share 64 query rows, each has a column part of O: the kernel of forward_wide.py
     TAKES_LATE      a CTA takes its next tile at the end of the key loop instead of at its start
     """
 
@@ -39,6 +40,7 @@ class ForwardTile:
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
     TAKES_LATE: bool = False
+    SHARES_ROWS: bool = False
 
 
 # Two CTAs an SM. A query block of a short sequence is mostly prologue and epilogue; four warpgroups hide them better
@@ -57,6 +59,11 @@ D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, OUT_IN_Q
 D256 = ForwardTile(BLOCK_N=64, Q_STAGES=1, MERGE_KV=True, PIN_EXP=False, OUT_IN_Q=True, IS_LAZY=True)
 # Causal tiles differ much in work. A CTA that took its next tile early would hold it while other CTAs are idle.
 D256_CAUSAL = replace(D256, TAKES_LATE=True)
+# Q, one tile of K and one of V fill the shared memory. Not measured.
+D512 = ForwardTile(
+    NUM_WARPGROUPS=1, BLOCK_N=64, NUM_STAGES=1, Q_STAGES=1, PIN_EXP=False, IS_LAZY=True, SHARES_ROWS=True
+)
+D512_CAUSAL = replace(D512, TAKES_LATE=True)
 
 # head_dim 64: up to so many keys, four warpgroups on an SM (D64_QUAD) beat three that overlap more within themselves.
 # Banded: a causal mask or a window.
@@ -289,12 +296,14 @@ def dq_blocks(config: BackwardConfig) -> int:
 def column_parts(head_dim: int) -> tuple[int, int]:
     """Two powers of two that cover a head dim. TMA loads zeros into the columns past it and does not store them.
 
-    >>> [column_parts(d) for d in (64, 96, 128, 192, 256)]
-    [(64, 0), (128, 0), (128, 0), (128, 64), (256, 0)]
+    >>> [column_parts(d) for d in (64, 96, 128, 192, 256, 320, 392)]
+    [(64, 0), (128, 0), (128, 0), (128, 64), (256, 0), (256, 64), (256, 256)]
     """
     if 128 < head_dim <= 192:
         return 128, 64
-    return next(width for width in (64, 128, 256) if head_dim <= width), 0
+    first, rest = (256, head_dim - 256) if head_dim > 256 else (0, head_dim)
+    padded = next(width for width in (64, 128, 256) if rest <= width)
+    return (first, padded) if first else (padded, 0)
 
 
 def has_right(problem: AttentionProblem) -> bool:
@@ -315,13 +324,14 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     d, d_rest = column_parts(problem.head_dim)
     dv, dv_rest = column_parts(problem.head_dim_v)
     out_fits_q = dv == d and dv_rest in (0, d_rest)
+    is_lazy = tile.IS_LAZY and not (tile.SHARES_ROWS and problem.max_logits)
     return ForwardConfig(
-        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q},
+        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q, "IS_LAZY": is_lazy},
         D=d,
         D_REST=d_rest,
         DV=dv,
         DV_REST=dv_rest,
-        CONSUMER_REGS=registers(tile.NUM_WARPGROUPS, tile.CTAS_PER_SM)[1],
+        CONSUMER_REGS=registers(2 if tile.SHARES_ROWS else tile.NUM_WARPGROUPS, tile.CTAS_PER_SM)[1],
         HAS_RIGHT=has_right(problem),
         IS_CAUSAL=has_right(problem) and problem.band[1] == 0,
         HAS_LEFT=has_left(problem),
@@ -333,7 +343,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         CHUNK=math.gcd(problem.page_size or 0, tile.BLOCK_N),
         EXACT=problem.scale >= LARGE_SCALE and problem.softcap is None,
         IS_LISTED=problem.tiles_shape is not None,
-        KEEPS_TOP=tile.IS_LAZY and problem.max_logits,
+        KEEPS_TOP=is_lazy and problem.max_logits,
     )
 
 
@@ -358,4 +368,6 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
         return D128
     if width == 192:
         return D192
+    if width > 256:
+        return D512_CAUSAL if plain_causal else D512
     return D256_CAUSAL if plain_causal else D256

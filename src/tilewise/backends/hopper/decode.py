@@ -19,6 +19,7 @@ bytes and treats them as the elements that wgmma expects of it:
   V^T (columns x keys)  2 adjacent bytes for every 64 columns are the thread's rows of the operand, hence of O^T
 Both are exact in fp16. One instruction converts two e4m3 numbers (for bf16 it would take three), and three convert two
 int8 ones.
+D_REST (e4m3 latents): one tile is K, and V in its first columns. Both are converted in pieces of 128 columns.
 
 Figures: bench/results/hopper-decode-choices.csv.
 """
@@ -44,31 +45,37 @@ from tilewise.backends.hopper.decode_schedule import (
     spans_of,
 )
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, log2, widened
+from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, log2, rebuilt, widened
 from tilewise.backends.hopper.scores import capped, sink_weight
 
 # Page ids that the producer reads speculatively, one per lane of its warp.
 PAGES_AHEAD = gl.constexpr(32)
 # Lower bound for scales of V, whose smallest is 2^-105: the logarithm of 0 would be -inf.
 MIN_SCALE = gl.constexpr(2.0**-110)
+# Columns of K and of V (a quarter) of an e4m3 latent that are converted at a time.
+KEY_PIECE, VALUE_PIECE = gl.constexpr(128), gl.constexpr(128)
 
 
 @aggregate
 class Pipeline:
-    """The shared memory of a CTA."""
+    """The shared memory of a CTA. `rest` are the columns behind V of a latent, whose V is K's; others have none."""
 
     q_smem: gl.shared_memory_descriptor
+    q_rest: gl.shared_memory_descriptor
     p_smem: gl.shared_memory_descriptor
     k_smem: gl.shared_memory_descriptor
+    k_rest: gl.shared_memory_descriptor
     v_smem: gl.shared_memory_descriptor
     k_ring: Ring
     v_ring: Ring
 
     @gluon.constexpr_function
-    def __init__(self, q_smem, p_smem, k_smem, v_smem, k_ring, v_ring):
+    def __init__(self, q_smem, q_rest, p_smem, k_smem, k_rest, v_smem, k_ring, v_ring):
         self.q_smem = q_smem
+        self.q_rest = q_rest
         self.p_smem = p_smem
         self.k_smem = k_smem
+        self.k_rest = k_rest
         self.v_smem = v_smem
         self.k_ring = k_ring
         self.v_ring = v_ring
@@ -133,31 +140,50 @@ def look_up(paging, batch_idx, row, length, C: gl.constexpr):
 
 
 @gluon.jit
-def fetch(desc, smem, at, ring, span, head, row, pages, page_rows, D: gl.constexpr, C: gl.constexpr):
-    """Start the copy of a key tile into the ring.
-
-    Pages are fetched in boxes of CHUNK rows of one page and 128 bytes, which are one panel of the swizzled tile. Rows
-    past the sequence's end arrive as zeros (see tile_at).
+def fetch_pages(
+    desc, smem, slot, ready, span, head, row, pages, page_rows, FIRST: gl.constexpr, D: gl.constexpr, C: gl.constexpr
+):
+    """Start the copies of D columns from FIRST on of a paged key tile, in boxes of CHUNK rows of one page and 128
+    bytes, which are one panel of the swizzled tile. Rows past the sequence's end arrive as zeros (see tile_at).
     """
-    ready = ring.acquire(at, C.BLOCK_N * D * C.ITEMSIZE)
-    if C.IS_PAGED:
-        CHUNK: gl.constexpr = C.CHUNK
-        PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
-        PANEL: gl.constexpr = min(D, 128 // C.ITEMSIZE)
-        for c in gl.static_range(C.BLOCK_N // C.CHUNK):
-            first = row + c * CHUNK
-            page_row = first % PAGE_SIZE
-            inside = max(min(span[2] - (first - page_row), PAGE_SIZE), 0)
-            for panel in gl.static_range(D // PANEL):
-                box = smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * PANEL, PANEL, dim=4)
-                place = tile_at((0, pages[c] * page_rows, inside), head, page_row, panel * PANEL, True)
-                async_load(desc, place, ready, box)
-    else:
-        async_load(desc, tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem.index(at.slot))
+    CHUNK: gl.constexpr = C.CHUNK
+    PAGE_SIZE: gl.constexpr = C.PAGE_SIZE
+    PANEL: gl.constexpr = min(D, 128 // C.ITEMSIZE)
+    for c in gl.static_range(C.BLOCK_N // C.CHUNK):
+        first = row + c * CHUNK
+        page_row = first % PAGE_SIZE
+        inside = max(min(span[2] - (first - page_row), PAGE_SIZE), 0)
+        for panel in gl.static_range(D // PANEL):
+            box = smem.index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * PANEL, PANEL, dim=4)
+            place = tile_at((0, pages[c] * page_rows, inside), head, page_row, FIRST + panel * PANEL, True)
+            async_load(desc, place, ready, box)
 
 
 @gluon.jit
-def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C: gl.constexpr):
+def fetch(desc, smem, at, ring, span, head, row, pages, page_rows, D: gl.constexpr, C: gl.constexpr):
+    """Start the copy of a key tile into the ring."""
+    ready = ring.acquire(at, C.BLOCK_N * D * C.ITEMSIZE)
+    if C.IS_PAGED:
+        fetch_pages(desc, smem, at.slot, ready, span, head, row, pages, page_rows, 0, D, C)
+    else:
+        # A box has at most 256 columns.
+        COLUMNS: gl.constexpr = min(D, 256)
+        DIM: gl.constexpr = 4 if C.IS_VARLEN else 3
+        for part in gl.static_range(D // COLUMNS):
+            box = smem.index(at.slot).slice(part * COLUMNS, COLUMNS, dim=DIM)
+            async_load(desc, tile_at(span, head, row, part * COLUMNS, C.IS_VARLEN), ready, box)
+
+
+@gluon.jit
+def fetch_latents(desc, rest, at, span, head, row, pages, page_rows, pipe, C: gl.constexpr):
+    """Start the copy of a tile of latents, which are K and V, into the ring."""
+    ready = pipe.k_ring.acquire(at, C.BLOCK_N * (C.D + C.D_REST) * C.ITEMSIZE)
+    fetch_pages(desc, pipe.k_smem, at.slot, ready, span, head, row, pages, page_rows, 0, C.D, C)
+    fetch_pages(rest, pipe.k_rest, at.slot, ready, span, head, row, pages, page_rows, C.D, C.D_REST, C)
+
+
+@gluon.jit
+def producer(k_desc, k_rest, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C: gl.constexpr):
     """Feed the rings with the tiles of this CTA's share."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     at = start(C.NUM_STAGES)
@@ -181,10 +207,13 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
             # the wait for a slot; the other order was not measured there.
             if C.IS_FP8:
                 following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
-            fetch(k_desc, pipe.k_smem, at, pipe.k_ring, keys, head, row, pages, paging[2], C.D, C)
-            if not C.IS_FP8:
-                following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
-            fetch(v_desc, pipe.v_smem, at, pipe.v_ring, keys, head, row, pages, paging[3], C.DV, C)
+            if C.D_REST:
+                fetch_latents(k_desc, k_rest, at, keys, head, row, pages, paging[2], pipe, C)
+            else:
+                fetch(k_desc, pipe.k_smem, at, pipe.k_ring, keys, head, row, pages, paging[2], C.D, C)
+                if not C.IS_FP8:
+                    following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
+                fetch(v_desc, pipe.v_smem, at, pipe.v_ring, keys, head, row, pages, paging[3], C.DV, C)
             at = at.next()
             row += BLOCK_N
             pages = following
@@ -198,13 +227,26 @@ def producer(k_desc, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C
 
 
 @gluon.jit
+def load_query_rest(q, batch_idx, q_start, seqlen_q, head, C: gl.constexpr):
+    """The columns of the query rows that meet those behind V of a latent."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, C.ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = C.D + query_column(gl.arange(0, C.D_REST, gl.SliceLayout(0, LAYOUT)), C)
+    token = rows // C.GROUP_SIZE
+    offsets = place_rows(q, batch_idx, q_start, token, head * C.GROUP_SIZE + rows % C.GROUP_SIZE, C)
+    ok = (token < seqlen_q)[:, None] & (cols < C.HEAD_DIM)[None, :]
+    return gl.load(q[0] + offsets[:, None] + cols[None, :], mask=ok, other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
     """Store the query rows of an item in shared memory, with zeros for missing rows; returns the rows' units.
 
     With 8-bit keys the rows are fp16. Each row is divided by a power of two, its unit, so that bf16 rows keep all bits
     above 2^-24 of their largest number.
     """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // C.D, C.D // 8], [4, 1], [1, 0])
+    ACROSS: gl.constexpr = min(C.D // 8, 32)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     rows = gl.arange(0, C.ROWS, gl.SliceLayout(1, LAYOUT))
     cols = query_column(gl.arange(0, C.D, gl.SliceLayout(0, LAYOUT)), C)
     token = rows // C.GROUP_SIZE
@@ -214,10 +256,17 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
     units = 1.0
     if C.IS_FP8:
         values = values.to(gl.float32)
-        units = power_of_two(gl.max(gl.abs(values), axis=1))
+        largest = gl.max(gl.abs(values), axis=1)
+        if C.D_REST:
+            rest = load_query_rest(q, batch_idx, q_start, seqlen_q, head, C)
+            ROW: gl.constexpr = gl.SliceLayout(1, rest.type.layout)
+            largest = gl.maximum(largest, gl.convert_layout(gl.max(gl.abs(rest), axis=1), gl.SliceLayout(1, LAYOUT)))
+            rest = rest * gl.convert_layout(1.0 / power_of_two(largest), ROW)[:, None]
+            pipe.q_rest.index(0).store(rest.to(pipe.q_rest.dtype))
+        units = power_of_two(largest)
         values = values * (1.0 / units)[:, None]
         units = gl.convert_layout(units, gl.SliceLayout(0, accumulator_layout(C.ROWS)))
-    pipe.q_smem.store(values.to(pipe.q_smem.dtype))
+    pipe.q_smem.index(0).store(values.to(pipe.q_smem.dtype))
     fence_async_shared()  # orders the stores above before wgmma's reads
     return units
 
@@ -273,14 +322,14 @@ def scale_of(scale, pages, head, keys, seqlen_k, C: gl.constexpr):
 
 
 @gluon.jit
-def issue_scores(smem, pipe, C: gl.constexpr):
-    """Compute S^T = K Q^T and wait for it."""
+def issue_scores(smem, here, pipe, C: gl.constexpr):
+    """Compute S^T = K Q^T and wait for it; `here` is 0."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     ROWS: gl.constexpr = C.ROWS
     zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, accumulator_layout(C.ROWS))
-    q = pipe.q_smem.permute([1, 0])
+    q = pipe.q_smem.index(here).permute([1, 0])
     if C.IS_FP8:
-        k = keys_operand(smem, C)
+        k = keys_operand(smem, C.D, C)
         issued = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
         scores, k = warpgroup_mma_wait(0, deps=[issued, k])
     else:
@@ -289,11 +338,65 @@ def issue_scores(smem, pipe, C: gl.constexpr):
 
 
 @gluon.jit
+def score_latents(slot, pipe, C: gl.constexpr):
+    """Compute S^T = K Q^T of a tile of latents and wait for it, KEY_PIECE columns at a time: a converted operand of all
+    would not fit the registers. The next piece is converted while the one before is multiplied.
+    """
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    ROWS: gl.constexpr = C.ROWS
+    D: gl.constexpr = C.D
+    D_REST: gl.constexpr = C.D_REST
+    PIECE: gl.constexpr = KEY_PIECE
+    zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, accumulator_layout(C.ROWS))
+    smem = pipe.k_smem.index(slot).reshape([BLOCK_N, D])
+    here = rebuilt(0, slot, True)
+    k = keys_operand(pipe.k_rest.index(slot).reshape([BLOCK_N, D_REST]), D_REST, C)
+    scores = warpgroup_mma(k, pipe.q_rest.index(here).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    for c in gl.static_range(C.D // KEY_PIECE):
+        following = keys_operand(smem.slice(c * PIECE, PIECE, dim=1), PIECE, C)
+        scores, k = warpgroup_mma_wait(0, deps=[scores, k])
+        q = pipe.q_smem.index(here).slice(c * PIECE, PIECE, dim=1)
+        scores = warpgroup_mma(following, q.permute([1, 0]), scores, is_async=True)
+        k = following
+    scores, k = warpgroup_mma_wait(0, deps=[scores, k])
+    return scores
+
+
+@gluon.jit
+def add_latents(acc, others, alpha, slot, pipe, C: gl.constexpr):
+    """Compute O^T = O^T * alpha + V^T P^T and wait for it, VALUE_PIECE columns of V at a time."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    D: gl.constexpr = C.D
+    PIECE: gl.constexpr = VALUE_PIECE
+    p = pipe.p_smem.permute([1, 0])
+    smem = pipe.k_smem.index(slot).reshape([BLOCK_N, D])
+    pieces = (acc, others[0], others[1], others[2])
+    added = ()
+    for c in gl.static_range(C.DV // VALUE_PIECE):
+        v = values_operand(smem.slice(c * PIECE, PIECE, dim=1), PIECE, C)
+        piece, v = warpgroup_mma_wait(0, deps=[warpgroup_mma(v, p, pieces[c] * alpha[None, :], is_async=True), v])
+        added = added + (piece,)  # noqa: RUF005  (Triton knows no unpacking)
+    return added[0], (added[1], added[2], added[3])
+
+
+@gluon.jit
+def whole(acc, others, C: gl.constexpr):
+    """O^T of all columns of V."""
+    if C.D_REST:
+        DV: gl.constexpr = C.DV
+        ROWS: gl.constexpr = C.ROWS
+        pieces = gl.join(gl.join(acc, others[0]), gl.join(others[1], others[2]))
+        pieces = gl.reshape(gl.permute(pieces, [3, 2, 0, 1]), [DV, ROWS])
+        acc = gl.convert_layout(pieces, accumulator_layout(C.ROWS))
+    return acc
+
+
+@gluon.jit
 def add_values(acc, smem, pipe, C: gl.constexpr):
     """Compute O^T += V^T P^T and wait for it."""
     p = pipe.p_smem.permute([1, 0])
     if C.IS_FP8:
-        v = values_operand(smem, C)
+        v = values_operand(smem, C.DV, C)
         issued = warpgroup_mma(v, p, acc, is_async=True)
         acc, v = warpgroup_mma_wait(0, deps=[issued, v])
     else:
@@ -303,9 +406,23 @@ def add_values(acc, smem, pipe, C: gl.constexpr):
 
 @gluon.jit
 def attend(
-    at, acc, top, sums, row, units, scales, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, pipe, C: gl.constexpr
+    at,
+    acc,
+    others,
+    top,
+    sums,
+    row,
+    units,
+    scales,
+    seqlen_q,
+    seqlen_k,
+    scale_log2,
+    cap_scale,
+    sizes,
+    pipe,
+    C: gl.constexpr,
 ):
-    """One key tile: S^T = K Q^T, softmax over the keys, O^T += V^T P^T.
+    """One key tile: S^T = K Q^T, softmax over the keys, O^T += V^T P^T. `others`: further pieces of a latent's O^T.
 
     `top` is the running maximum of P's exponents, in log2 units. `sums` [BLOCK_N, ROWS] is summed over keys only at the
     end. Scales of V multiply P, but not the sums.
@@ -313,9 +430,15 @@ def attend(
     BLOCK_N: gl.constexpr = C.BLOCK_N
     D: gl.constexpr = C.D
     DV: gl.constexpr = C.DV
+    # Tiles of wide heads stay in their only slots, and have more descriptors than a thread has registers to spare.
+    WIDE: gl.constexpr = D > 256
     pipe.k_ring.wait(at)
-    scores = issue_scores(pipe.k_smem.index(at.slot).reshape([BLOCK_N, D]), pipe, C)
-    pipe.k_ring.release(at)
+    if C.D_REST:
+        scores = score_latents(at.slot, pipe, C)
+    else:
+        k_smem = pipe.k_smem.index(rebuilt(at.slot, at.parity, WIDE)).reshape([BLOCK_N, D])
+        scores = issue_scores(k_smem, rebuilt(0, at.parity, WIDE), pipe, C)
+        pipe.k_ring.release(at)
     if C.IS_FP8:
         scores = scores * scales[0][:, None] * units[None, :]
     # Mask after the multiplication, so that the product is rounded before the maximum is subtracted. Fused, scores
@@ -337,10 +460,15 @@ def attend(
     if C.IS_FP8:
         terms = exp2(scores - shift[None, :])
     sums = sums * alpha[None, :] + terms
-    pipe.v_ring.wait(at)
-    acc = add_values(acc * alpha[None, :], pipe.v_smem.index(at.slot).reshape([BLOCK_N, DV]), pipe, C)
-    pipe.v_ring.release(at)
-    return acc, new_top, sums
+    if C.D_REST:
+        acc, others = add_latents(acc, others, alpha, at.slot, pipe, C)
+        pipe.k_ring.release(at)
+    else:
+        pipe.v_ring.wait(at)
+        v_smem = pipe.v_smem.index(rebuilt(at.slot, at.parity, WIDE)).reshape([BLOCK_N, DV])
+        acc = add_values(acc * alpha[None, :], v_smem, pipe, C)
+        pipe.v_ring.release(at)
+    return acc, others, new_top, sums
 
 
 @gluon.jit
@@ -352,7 +480,7 @@ def consumer(
     LAYOUT: gl.constexpr = accumulator_layout(C.ROWS)
     BLOCK_N: gl.constexpr = C.BLOCK_N
     ROWS: gl.constexpr = C.ROWS
-    DV: gl.constexpr = C.DV
+    COLUMNS: gl.constexpr = VALUE_PIECE if C.D_REST else C.DV
     at = start(C.NUM_STAGES)
     program = gl.program_id(0) * C.LANES + LANE
     asked = ()
@@ -365,7 +493,10 @@ def consumer(
         steps = min(count - tile, end - flat)
         row = (first + tile) * BLOCK_N
         units = load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C)
-        acc = gl.zeros([DV, ROWS], gl.float32, LAYOUT)
+        acc = gl.zeros([COLUMNS, ROWS], gl.float32, LAYOUT)
+        others = ()
+        if C.D_REST:
+            others = (acc, acc, acc)
         top = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(0, LAYOUT))
         sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
         # Scales are loaded one tile ahead, and their pages two.
@@ -374,12 +505,13 @@ def consumer(
         for _i in range(steps):
             next_scales = scales_of(key_scales, pages, head, row + BLOCK_N, seqlen_k, C)
             pages = pages_of(paging, batch_idx, row + 2 * BLOCK_N, seqlen_k, C)
-            acc, top, sums = attend(
-                at, acc, top, sums, row, units, scales, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, pipe, C
-            )
+            acc, others, top, sums = attend(
+                at, acc, others, top, sums, row, units, scales, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes,
+                pipe, C)  # fmt: skip
             at = at.next()
             row += BLOCK_N
             scales = next_scales
+        acc = whole(acc, others, C)
         row_sum = gl.sum(sums, axis=0)
         if steps == count:
             store_item(acc, top, row_sum, out, lse, sinks_ptr, batch_idx, q_start, seqlen_q, head, C)
@@ -405,7 +537,7 @@ def consumer(
 
 
 @gluon.jit
-def make_pipeline(k_desc, v_desc, C: gl.constexpr):
+def make_pipeline(k_desc, k_rest, v_desc, C: gl.constexpr):
     """Allocate everything the roles share."""
     ROWS: gl.constexpr = C.ROWS
     BLOCK_N: gl.constexpr = C.BLOCK_N
@@ -415,14 +547,25 @@ def make_pipeline(k_desc, v_desc, C: gl.constexpr):
     DTYPE: gl.constexpr = gl.float16 if C.IS_FP8 else k_desc.dtype
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], DTYPE)
-    q_smem = gl.allocate_shared_memory(DTYPE, [ROWS, D], Q_LAYOUT)
+    q_smem = gl.allocate_shared_memory(DTYPE, [1, ROWS, D], Q_LAYOUT)
     p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
     k_smem = gl.allocate_shared_memory(KEYS, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.D, PACKED), k_desc.layout)
-    v_smem = gl.allocate_shared_memory(KEYS, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.DV, PACKED), v_desc.layout)
     k_ring = make_ring(C.NUM_STAGES, 1)
-    v_ring = make_ring(C.NUM_STAGES, 1)
+    if C.D_REST:
+        D_REST: gl.constexpr = C.D_REST
+        REST_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_REST], DTYPE)
+        q_rest_smem = gl.allocate_shared_memory(DTYPE, [1, ROWS, D_REST], REST_LAYOUT)
+        shape: gl.constexpr = slots_shape(C.NUM_STAGES, C.BLOCK_N, C.D_REST, PACKED)
+        k_rest_smem = gl.allocate_shared_memory(KEYS, shape, k_rest.layout)
+        v_smem = k_smem
+        v_ring = k_ring
+    else:
+        q_rest_smem = q_smem
+        k_rest_smem = k_smem
+        v_smem = gl.allocate_shared_memory(KEYS, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.DV, PACKED), v_desc.layout)
+        v_ring = make_ring(C.NUM_STAGES, 1)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    return Pipeline(q_smem, p_smem, k_smem, v_smem, k_ring, v_ring)
+    return Pipeline(q_smem, q_rest_smem, p_smem, k_smem, k_rest_smem, v_smem, k_ring, v_ring)
 
 
 @gluon.jit(
@@ -431,8 +574,9 @@ def make_pipeline(k_desc, v_desc, C: gl.constexpr):
     do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k", "counters_ptr", "block_table"],
 )  # fmt: skip
 def decode_kernel(
-    q, k_desc, v_desc, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, cu_seqlens_q, cu_seqlens_k, block_table,
-    table_stride, k_page_rows, v_page_rows, k_scale, v_scale, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    q, k_desc, k_rest, v_desc, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, cu_seqlens_q, cu_seqlens_k,
+    block_table, table_stride, k_page_rows, v_page_rows, k_scale, v_scale, scale_log2, cap_scale, sizes,
+    C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse. q, out and lse are (pointer, stride of a sequence, of a head, of a token).
 
@@ -443,23 +587,23 @@ def decode_kernel(
     lengths = (cu_seqlens_q, cu_seqlens_k)
     paging = (block_table, table_stride, k_page_rows, v_page_rows)
     scales = (k_scale, v_scale)
-    pipe = make_pipeline(k_desc, v_desc, C)
+    pipe = make_pipeline(k_desc, k_rest, v_desc, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.LANES == 1:
         gl.warp_specialize([
             (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging, scales,
                         scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (producer, (k_desc, v_desc, lengths, paging, sizes, pipe, 0, C)),
+            (producer, (k_desc, k_rest, v_desc, lengths, paging, sizes, pipe, 0, C)),
         ], [1], [C.PRODUCER_REGS])  # fmt: skip
     else:
-        other = make_pipeline(k_desc, v_desc, C)
+        other = make_pipeline(k_desc, k_rest, v_desc, C)
         gl.warp_specialize([
             (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging, scales,
                         scale_log2, cap_scale, sizes, pipe, 0, C)),
             (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging, scales,
                         scale_log2, cap_scale, sizes, other, 1, C)),
-            (producer, (k_desc, v_desc, lengths, paging, sizes, pipe, 0, C)),
-            (producer, (k_desc, v_desc, lengths, paging, sizes, other, 1, C)),
+            (producer, (k_desc, k_rest, v_desc, lengths, paging, sizes, pipe, 0, C)),
+            (producer, (k_desc, k_rest, v_desc, lengths, paging, sizes, other, 1, C)),
         ], [4, 1, 1], [C.CONSUMER_REGS, C.PRODUCER_REGS, C.PRODUCER_REGS])  # fmt: skip
 
 
@@ -490,10 +634,9 @@ def _value_layout(rows, columns):
 
 
 @gluon.jit
-def keys_operand(smem, C: gl.constexpr):
-    """K (keys x columns) in fp16, its columns in the order of `query_column`."""
+def keys_operand(smem, D: gl.constexpr, C: gl.constexpr):
+    """D columns of K (keys x columns) in fp16, in the order of `query_column`."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    D: gl.constexpr = C.D
     k = widened(smem.load(_key_layout(BLOCK_N, D)))
     k = gl.permute(gl.reshape(k, [BLOCK_N, D // 64, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
     return gl.convert_layout(gl.reshape(k, [BLOCK_N, D]), left_operand_layout(accumulator_layout(C.ROWS)))
@@ -510,10 +653,9 @@ def query_column(position, C: gl.constexpr):
 
 
 @gluon.jit
-def values_operand(smem, C: gl.constexpr):
-    """V^T (columns x keys) in fp16, its rows in the order of `value_column`."""
+def values_operand(smem, DV: gl.constexpr, C: gl.constexpr):
+    """V^T (DV columns x keys) in fp16, its rows in the order of `value_column`."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    DV: gl.constexpr = C.DV
     v = widened(smem.load(_value_layout(BLOCK_N, DV)))
     v = gl.reshape(gl.permute(v, [1, 0]), [4, 8, DV // 64, 2, BLOCK_N])
     v = gl.reshape(gl.permute(v, [2, 0, 3, 1, 4]), [DV, BLOCK_N])
@@ -522,10 +664,14 @@ def values_operand(smem, C: gl.constexpr):
 
 @gluon.jit
 def value_column(row, C: gl.constexpr):
-    """Which column of V a row of O^T belongs to."""
+    """Which column of V a row of O^T belongs to; rows of a latent come in pieces."""
     if C.IS_FP8:
-        SIDE: gl.constexpr = C.DV // 32
-        return (row >> 3 & 1) + (row >> 6) * 2 + (row & 7) * SIDE + (row >> 4 & 3) * (8 * SIDE)
+        SIDE: gl.constexpr = (VALUE_PIECE if C.D_REST else C.DV) // 32
+        first = 0
+        if C.D_REST:
+            first = row // VALUE_PIECE * VALUE_PIECE
+            row -= first
+        return first + (row >> 3 & 1) + (row >> 6) * 2 + (row & 7) * SIDE + (row >> 4 & 3) * (8 * SIDE)
     else:
         return row
 

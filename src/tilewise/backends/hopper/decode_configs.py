@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from tilewise.backends.hopper import LATENT_REST, reads_few_latents
 from tilewise.backends.hopper.configs import has_left, has_right
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
@@ -25,6 +26,10 @@ class DecodeTile:
 TILES = (DecodeTile(128, 1), DecodeTile(64, 1))
 # 8-bit numbers are converted in registers, which takes a warpgroup longer than loading: two keep up with memory.
 FP8_TILES = (DecodeTile(128, 2), DecodeTile(64, 2), *TILES)
+# Of e4m3 latents. Two slots of a lane, 72 KiB, are in flight or in use. Not measured.
+FP8_LATENT_TILE = FP8_TILES[1]
+# Both lanes get the same: O takes 64 registers of a thread in each.
+FP8_LATENT_REGS = {"CONSUMER_REGS": 224, "PRODUCER_REGS": 56}
 # Small pages need many small boxes; smaller tiles are faster then.
 FP8_SMALL_PAGE, FP8_SMALL_TILES = 64, FP8_TILES[1:]
 # Numbers of scores, sums, O and a converted operand that a thread can hold, by lanes.
@@ -32,6 +37,8 @@ TILE_NUMBERS = {1: 160, 2: 96}
 # Shared memory for Q, P and the rings of K and V; the rest of 227 KiB is for barriers and reductions. The bounds of a
 # ring's slots: more than MAX_STAGES only take longer to set up.
 SMEM_BYTES, MIN_STAGES, MAX_STAGES = 223 << 10, 3, 8
+# Wider tiles take long to arrive, those of K and V in turn: one slot for each keeps memory busy. Not measured.
+MAX_DEEP_HEAD_DIM = 256
 # Parts that are merged at a time, at most; and the numbers they hold: 64 a thread.
 MERGED_PARTS, MERGED_NUMBERS = 16, 64 * 128
 # An item is shared by at most so many programs, because one of them merges all parts.
@@ -49,6 +56,7 @@ class DecodeConfig(DecodeTile):
 
     ROWS          query tokens times heads of a group, padded: the columns of S^T
     D, DV         padded head dims
+    D_REST        of e4m3 latents: columns of K behind V's, padded; V is K's first D = DV columns
     IS_UNIFORM    all sequences have the maximum length
     PACKED_Q      cu_seqlens_q is given
     PACKED_ROWS   queries and results are (token, head, column) rows
@@ -85,6 +93,7 @@ class DecodeConfig(DecodeTile):
     PRODUCER_REGS: int = 64
     # Of the second lane; the first one gets what is left.
     CONSUMER_REGS: int = 216
+    D_REST: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,10 +172,13 @@ def merged_columns(num_rows: int, config: LatentConfig, device: DeviceSpec) -> i
 
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:
     """The configuration of a problem; `tile` replaces the table's choice."""
-    d, dv = _padded(problem.head_dim), _padded(problem.head_dim_v)
+    rest = LATENT_REST if reads_few_latents(problem) else 0
+    d, dv = _padded(problem.head_dim - rest), _padded(problem.head_dim_v)
     rows = 1 << (problem.group_size * tokens_of(problem, packed_queries=packed_queries) - 1).bit_length()
     itemsize, uniform = 1 if problem.fp8 else 2, problem.kind == "dense"
-    chosen = tile or next(t for t in _tiles(problem) if _fits(t, max(8, rows), d, dv, itemsize))
+    chosen = tile or FP8_LATENT_TILE
+    if tile is None and not rest:
+        chosen = next(t for t in _tiles(problem) if _fits(t, max(8, rows), d, dv, itemsize))
     return DecodeConfig(
         BLOCK_N=chosen.BLOCK_N,
         LANES=chosen.LANES,
@@ -176,7 +188,7 @@ def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: Deco
         DV=dv,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
-        NUM_STAGES=_stages(chosen, max(8, rows), d, dv, itemsize),
+        NUM_STAGES=_stages(chosen, max(8, rows), d + rest, 0 if rest else dv, itemsize),
         MERGED_ROWS=max(4, rows),
         MERGED_PARTS=max(1, min(MERGED_PARTS, MERGED_NUMBERS // (max(4, rows) * dv))),
         HAS_RIGHT=has_right(problem),
@@ -194,6 +206,8 @@ def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: Deco
         CHUNK=math.gcd(problem.page_size or 0, chosen.BLOCK_N),
         ITEMSIZE=itemsize,
         FEW=0 if uniform or problem.fp8 else next((few for few in FEW_SEQUENCES if problem.batch <= few), 0),
+        D_REST=rest,
+        **(FP8_LATENT_REGS if rest else {}),
     )
 
 
@@ -212,7 +226,8 @@ def _tiles(problem: AttentionProblem) -> tuple[DecodeTile, ...]:
 def _fits(tile: DecodeTile, rows: int, d: int, dv: int, itemsize: int) -> bool:
     numbers = (2 * tile.BLOCK_N + dv) * rows // 128
     converted = tile.BLOCK_N * max(d, dv) // 256 if itemsize == 1 else 0
-    enough = _stages(tile, rows, d, dv, itemsize) >= MIN_STAGES
+    least = 1 if min(d, dv) > MAX_DEEP_HEAD_DIM else MIN_STAGES
+    enough = _stages(tile, rows, d, dv, itemsize) >= least
     return enough and numbers + converted <= TILE_NUMBERS[tile.LANES]
 
 
@@ -223,7 +238,7 @@ def _stages(tile: DecodeTile, rows: int, d: int, dv: int, itemsize: int) -> int:
 
 
 def _padded(head_dim: int) -> int:
-    return next(width for width in (64, 128, 256) if head_dim <= width)
+    return next(width for width in (64, 128, 256, 512) if head_dim <= width)
 
 
 def num_programs(problem: AttentionProblem, config: DecodeConfig, device: DeviceSpec) -> int:

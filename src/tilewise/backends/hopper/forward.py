@@ -104,9 +104,9 @@ def load_pages(
             box = smem[0].index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
             place = tile_at(span, head, first - number * PAGE_SIZE, panel * 64, True)
             async_load(desc[0], place, ready, box)
-        if D_REST:
-            box = smem[1].index(slot).slice(c * CHUNK, CHUNK, dim=3)
-            place = tile_at(span, head, first - number * PAGE_SIZE, D, True)
+        for panel in gl.static_range(D_REST // 64):
+            box = smem[1].index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
+            place = tile_at(span, head, first - number * PAGE_SIZE, D + panel * 64, True)
             async_load(desc[1], place, ready, box)
 
 

@@ -28,7 +28,7 @@ from tilewise.backends.gpu.work_list import (
     most_blocks,
     rows_together,
 )
-from tilewise.backends.hopper import backward_rows, decodes, reads_latents
+from tilewise.backends.hopper import backward_rows, computes_gradients, decodes, reads_latents
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_pieces import JOINED_ROWS, Line, backward_pieces_kernel, join_pieces_kernel
 from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan
@@ -49,6 +49,7 @@ from tilewise.backends.hopper.decode_configs import (
 from tilewise.backends.hopper.decode_schedule import DecodeSizes
 from tilewise.backends.hopper.forward import forward_kernel
 from tilewise.backends.hopper.forward_quad import forward_quad_kernel
+from tilewise.backends.hopper.forward_wide import forward_wide_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel, transpose_values_kernel
 from tilewise.backends.hopper.latent import latent_kernel, merge_latent_kernel
@@ -307,8 +308,7 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConf
     if problem.fp8:
         return fp8_calls(problem, device, views | _views(fp8_allocations(problem)))
     calls = forward_calls(problem, device, views)
-    # Of tile masks, gradients that repeat bit for bit are computed by other kernels: see HopperBackend.
-    if problem.needs_grad and (problem.tiles_shape is None or not problem.deterministic):
+    if problem.needs_grad and computes_gradients(problem):
         views |= {"dout": views["out"]} | _views(gradient_allocations(problem))
         plan = backward_plan(problem, device)
         calls += backward_calls(plan if config is None else plan._replace(config=config), views)
@@ -361,8 +361,9 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         "C": config,
     }
     ctas = config.CTAS_PER_SM
+    kernel = forward_wide_kernel if config.SHARES_ROWS else forward_kernel if ctas == 1 else forward_quad_kernel
     call = KernelCall(
-        forward_kernel if ctas == 1 else forward_quad_kernel,
+        kernel,
         (min(ctas * device.num_sms, sizes.num_tiles), 1, 1),
         arguments,
         max_registers=None if ctas == 1 else registers(config.NUM_WARPGROUPS, ctas)[0],
@@ -461,7 +462,7 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
         "out": (64, config.DV, config.DV_REST),
     }
     if config.IS_PAGED:
-        tiles |= {"k": (config.CHUNK, PANEL, config.D_REST), "v": (config.CHUNK, PANEL, config.DV_REST)}
+        tiles |= {name: (config.CHUNK, PANEL, min(tiles[name][2], PANEL)) for name in ("k", "v")}
     found: dict[str, Any] = {}
     for name, (rows, columns, rest) in tiles.items():
         view = packed_rows(problem, name, views[name])
@@ -569,7 +570,7 @@ def decode_arguments(
     paged = config.IS_PAGED
     left, right = problem.band
     return {
-        **{f"{name}_desc": _described(problem, config, name, views[name]) for name in ("k", "v")},
+        **_key_tiles(problem, config, views),
         **{name: _rows(problem, name, views[name]) for name in ("q", "out", "lse")},
         "sinks_ptr": single_address(views, "sinks"),
         "parts_ptr": Address("workspace", torch.float32),
@@ -658,8 +659,18 @@ def latent_arguments(
     }
 
 
+def _key_tiles(problem: AttentionProblem, config: DecodeConfig, views: dict[str, View]) -> dict[str, Any]:
+    """Tensor maps of k and v; of latents, of both parts of k."""
+    keys = _described(problem, config, "k", views["k"])
+    if not config.D_REST:
+        return {"k_desc": keys, "k_rest": None, "v_desc": _described(problem, config, "v", views["v"])}
+    rows = packed_rows(problem, "k", views["k"])
+    rest = describe("k", rows, shapes_of(problem)["k"], config.CHUNK, config.D_REST)
+    return {"k_desc": keys, "k_rest": rest, "v_desc": None}
+
+
 def _described(problem: AttentionProblem, config: DecodeConfig, name: str, view: View) -> Any:
-    rows, columns = config.BLOCK_N, config.D if name == "k" else config.DV
+    rows, columns = config.BLOCK_N, min(config.D if name == "k" else config.DV, 256)
     if config.IS_PAGED:
         rows, columns = config.CHUNK, min(columns, PANEL_BYTES // config.ITEMSIZE)
     return describe(name, packed_rows(problem, name, view), shapes_of(problem)[name], rows, columns)
