@@ -94,7 +94,7 @@ class ForwardConfig(ForwardTile):
 
     IS_PAGED: queries are packed, and keys are fetched from pages of PAGE_SIZE rows in boxes of CHUNK rows. EXACT:
     scores of any size are right even where a row's reference is its maximum (scores.row_scale). IS_LISTED: key tiles
-    come from the lists of a tile mask (listed.py).
+    come from the lists of a tile mask (listed.py). SENDS_PLACES: consumers get the place of a tile from the producer.
     """
 
     D: int = 128
@@ -113,6 +113,7 @@ class ForwardConfig(ForwardTile):
     CHUNK: int = 0
     EXACT: bool = False
     IS_LISTED: bool = False
+    SENDS_PLACES: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class BackwardConfig:
     NUM_STAGES        slots in the rings of Q and dO; in query_gradient.py slots for K, and V_STAGES slots for V
     EVEN_K            every key tile is whole
     IS_LISTED         query tiles come from the lists of a tile mask (listed.py)
+    SENDS_PLACES      as in ForwardConfig
     """
 
     D: int = 128
@@ -157,6 +159,7 @@ class BackwardConfig:
     IS_VARLEN: bool = False
     IS_PAGED: bool = False  # pages have no gradient
     IS_LISTED: bool = False
+    SENDS_PLACES: bool = False
     # Of query_gradient.py, whose blocks are 128 queries.
     NUM_WARPGROUPS: int = 2
 
@@ -212,6 +215,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_SOFTCAP=problem.softcap is not None,
         IS_VARLEN=packed,
         IS_LISTED=problem.tiles_shape is not None,
+        SENDS_PLACES=packed,
     )
 
 
@@ -331,6 +335,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         CHUNK=math.gcd(problem.page_size or 0, tile.BLOCK_N),
         EXACT=problem.scale >= LARGE_SCALE and problem.softcap is None,
         IS_LISTED=problem.tiles_shape is not None,
+        SENDS_PLACES=problem.kind != "dense" or problem.tiles_shape is not None,
     )
 
 
