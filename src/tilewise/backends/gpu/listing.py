@@ -121,9 +121,9 @@ def group_tiles_kernel(
     # Lists of rows are in the order of ranks. Those of columns are not: the first word of one is the column of a rank.
     entries = groups + tl.where(is_row, rank, number) * group_words
     tl.store(groups + rank * group_words, number)
-    least = tl.where(is_row, 1, 0)
-    tl.store(entries + 1, tl.maximum(count, least))
-    tl.store(entries + 2, tl.maximum(masked, least))
+    nothing = tl.where(is_row & (count == 0), 1, 0)
+    tl.store(entries + 1, count + nothing)
+    tl.store(entries + 2, masked + nothing)
     tl.store(entries + 3, 0)
     before = length * 0
     masked_before = length * 0

@@ -31,7 +31,7 @@ from tilewise.backends.gpu.releases import aggregate, async_load, async_store, r
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, in_units, load_units
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.listed import list_at, hide_transposed, load_query_words, query_steps, query_tile_at
+from tilewise.backends.hopper.listed import hide_transposed, list_at, load_query_words, query_steps, query_tile_at
 from tilewise.backends.hopper.preparing import await_listed, await_prepared, make_row_tiles, preparer
 from tilewise.backends.hopper.primitives import barrier_sync, exp2, rebuilt, uniform
 from tilewise.backends.hopper.schedule import (

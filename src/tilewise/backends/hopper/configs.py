@@ -49,8 +49,6 @@ D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 D64 = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
 # With two consumers, separate barriers win: Q K^T can start before V arrives.
 D128 = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
-# Under a tile mask blocks and tiles are those of the mask, 128 x 128. Not measured.
-D64_LISTED = ForwardTile(NUM_STAGES=4)
 # Two column parts of 128 + 64 instead of padding to 256.
 D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, OUT_IN_Q=True, IS_LAZY=True)
 # O takes 128 registers of a thread, so the key tile is halved.
@@ -345,7 +343,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     packed = problem.kind != "dense"
     plain_causal = has_right(problem) and problem.band == (None, 0) and not packed
     if problem.tiles_shape is not None:
-        return D64_LISTED if width == 64 else D128
+        return D64_QUAD if width == 64 else D128
     if width == 64:
         rows = problem.total_q // problem.batch if packed else problem.seqlen_q
         most_keys, most_rows = (QUAD_BANDED_SEQLEN_K, QUAD_BANDED_ROWS) if banded else (QUAD_SEQLEN_K, QUAD_ROWS)

@@ -1,10 +1,10 @@
 """Tile masks in the forward and backward kernels: the key tiles of a query block (the query tiles of a key block) come
 from a list instead of a range.
 
-Forward: a block of 128 queries and a tile of 128 keys are one tile of the mask. A list (see tiles.lists_of) has the
+Forward: a block of 128 queries and one or two key tiles are one tile of the mask. A list (see tiles.lists_of) has the
 tiles that need a mask first: those with bits, and the last tile of keys, which may not be whole. The kernel visits them
 in the loop with a mask, and all others in the loop without one. A list has at least one tile, which hides everything if
-the block sees nothing.
+the block sees nothing. The producer reads where a list lies and how it begins, and sends that to the consumers.
 
 Backward: a block of 128 keys and one or two query tiles are one tile of the mask. The lists of a K/V head's query heads
 may differ; the first one decides which block comes next. A list may be empty.
@@ -28,6 +28,9 @@ from tilewise.backends.hopper.scores import over, quads
 TILE, WORD, FULL = gl.constexpr(tiles.TILE), gl.constexpr(tiles.WORD), gl.constexpr(tiles.FULL)
 # Words of a tile's bits, and of a list before its entries.
 TILE_WORDS, HEADER = gl.constexpr(tiles.WORDS * tiles.TILE), gl.constexpr(tiles.GROUPS_HEADER)
+
+# Key tiles of 64 in a tile of the mask.
+HALVES = gl.constexpr(2)
 
 
 class Lists(NamedTuple):
@@ -74,6 +77,13 @@ def entry_at(entries, index):
     """(tile, kind) of an entry."""
     at = entries + (HEADER + 2 * index)
     return gl.load(at), gl.load(at + 1)
+
+
+@gluon.jit
+def half_at(entries, step):
+    """(half of a tile, kind of the tile) of a step over halves."""
+    tile, kind = entry_at(entries, step // HALVES)
+    return tile * HALVES + step % HALVES, kind
 
 
 @gluon.jit

@@ -179,10 +179,7 @@ def spans_at(item, tiles, at, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
         queries = batch_idx, tiles.word(at, 4, NUM_WARPS), tiles.word(at, 5, NUM_WARPS)
         return item, queries, (batch_idx, tiles.word(at, 6, NUM_WARPS), tiles.word(at, 7, NUM_WARPS))
     else:
-        if C.SENDS_PLACES:
-            batch_idx = tiles.word(at, 3, NUM_WARPS)
-        else:
-            batch_idx = item // sizes.num_heads
+        batch_idx = tiles.word(at, 3, NUM_WARPS) if C.SENDS_PLACES else item // sizes.num_heads
         head = item - batch_idx * sizes.num_heads
         return head, (batch_idx, 0, sizes.seqlen_q), (batch_idx, 0, sizes.seqlen_k)
 
