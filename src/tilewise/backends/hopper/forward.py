@@ -31,7 +31,7 @@ from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.listed import entry_at, hide_scores, list_at, load_words, place_words
-from tilewise.backends.hopper.primitives import pin
+from tilewise.backends.hopper.primitives import pin, uniform
 from tilewise.backends.hopper.products import (
     issue_output,
     issue_scores,
@@ -371,8 +371,8 @@ def consumer(
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
         hidden = 0
         if C.IS_LISTED:
-            count = pipe.tiles.word(tile_turn, 4, 4)
-            masked = pipe.tiles.word(tile_turn, 5, 4)
+            count = uniform(pipe.tiles.word(tile_turn, 4, 4))
+            masked = uniform(pipe.tiles.word(tile_turn, 5, 4))
             last = pipe.tiles.word(tile_turn, 6, 4)
             kind = pipe.tiles.word(tile_turn, 7, 4)
             entries = list_at(lists, q_span[0], head, tile)
