@@ -92,7 +92,8 @@ def lists_of(tiles: Tensor) -> Tensor:
 
     The lists of groups have the longest row first, and the tiles that need a mask before the others: tiles with bits,
     and the last tile of keys, which may not be whole. Such a list is the row, the number of its entries, of those with
-    a mask, and 0, then (tile, kind) of each entry. A row without tiles has an empty one, with a mask.
+    a mask, and 0, then (tile, kind) of each entry. A row without tiles has an empty one
+    past the last, with a mask.
     Those of columns are in the order of the columns and have a rank instead of the row; only tiles with bits are
     masked, and a column may have none.
 
@@ -133,6 +134,7 @@ def lists_of(tiles: Tensor) -> Tensor:
             nothing = (counts == 0).to(torch.int64)
             grouped[..., 0] += nothing << WORD
             grouped[..., 1] += nothing
+            grouped[..., 2] += nothing * columns
             grouped.copy_(grouped.gather(2, ranked[..., None].expand(grouped.shape)))
         else:
             grouped = column_groups.view(batch, heads, columns, parts.column_groups_column // 2)

@@ -136,7 +136,9 @@ def group_tiles_kernel(
         masked_upto = masked_before + tl.cumsum(is_masked.to(tl.int32), 0)
         at = tl.where(is_listed, masked + upto - masked_upto - 1, count + tile - upto)
         at = tl.where(is_masked, masked_upto - 1, at)
-        put(entries + GROUPS_HEADER, at, tile, kind, tile < length)
+        # What a row without tiles visits is past the last one, where nothing is read.
+        shown = tl.where((nothing == 1) & (at == 0), length, tile)
+        put(entries + GROUPS_HEADER, at, shown, kind, tile < length)
         before += tl.sum(is_listed.to(tl.int32), 0)
         masked_before += tl.sum(is_masked.to(tl.int32), 0)
 
