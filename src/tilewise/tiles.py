@@ -197,8 +197,8 @@ def _packed_by_keys(pairs: Tensor) -> Tensor:
 
 def _packed_by_queries(pairs: Tensor) -> Tensor:
     places = torch.arange(WORD, dtype=torch.int32, device=pairs.device)
-    words = (pairs.reshape(-1, TILE, WORDS, WORD).to(torch.int32) << places).sum(3, dtype=torch.int32)
-    return words.transpose(1, 2).reshape(-1, WORDS * TILE)
+    by_word = pairs.reshape(-1, TILE, WORDS, WORD).transpose(1, 2)
+    return (by_word.to(torch.int32) << places).sum(3, dtype=torch.int32).reshape(-1, WORDS * TILE)
 
 
 def unpacked(bits: Tensor) -> Tensor:
