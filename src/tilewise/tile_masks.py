@@ -637,7 +637,7 @@ def _in_tiles(numbers: Tensor) -> Tensor:
     length = numbers.shape[-1]
     if length % TILE:
         numbers = torch.cat([numbers, numbers[..., -1:].expand(*numbers.shape[:-1], -length % TILE)], -1)
-    return numbers.unflatten(-1, (-1, TILE))
+    return numbers.view(*numbers.shape[:-1], num_tiles(length), TILE)
 
 
 def _listed(count: Tensor, indices: Tensor) -> Tensor:
