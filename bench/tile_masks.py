@@ -1,6 +1,6 @@
 """Tile masks: time against density, our native kernels, torch with the dense mask, FlexAttention, FlashAttention 4.
 
-    PYTHONPATH=src:bench python bench/tile_masks.py [--device cuda] [--seqlen 4096 16384] [--mask NAME ...] [--json FILE]
+    PYTHONPATH=src:bench python bench/tile_masks.py [--device cuda] [--seqlen 4096 ...] [--mask NAME ...] [--json FILE]
 
 Entrants of a case run in turn, round after round; a figure is the least of its rounds. On a CPU it is CPU seconds of
 one thread, so that other programs disturb it little; on a GPU the time between two events, with the host ahead of the
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -246,8 +245,7 @@ def entrants(made: Made, mask: TileMask, device: str) -> dict[str, Attend]:
     else:
         found["tiles triton"] = lambda *x: tw.attention(*x, mask=mask, backend="triton")
         found["flex"] = flex(mask, made.pairs)
-        if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
-            found["fa4"] = fa4(mask, made.compiled)
+        found["fa4"] = fa4(mask, made.compiled)
     return found
 
 
