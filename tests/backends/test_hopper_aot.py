@@ -65,6 +65,8 @@ KERNELS = (
     Kernel("forward_kernel", "forward", {"d": 128, **CAUSAL, "max_logits": True}),
     Kernel("forward_quad_kernel", "forward", {"d": 64, "max_logits": True}),
     Kernel("forward_kernel", "forward", {"d": 256, **CAUSAL, "has_sinks": True, "max_logits": True}),
+    Kernel("forward_kernel", "forward", {"d": 128, "tiles_shape": (1, 1, 32, 32)}),
+    Kernel("forward_quad_kernel", "forward", {"d": 64, "tiles_shape": (1, 1, 32, 32)}),
 )
 
 
@@ -80,7 +82,7 @@ def hold(found: Any, spills: int, what: object) -> None:
 
 
 # One of each family; the others in the exhaustive run.
-FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[7], KERNELS[9], KERNELS[11], KERNELS[12])
+FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[7], KERNELS[9], KERNELS[11], KERNELS[12], KERNELS[-2])
 
 
 @pytest.mark.parametrize(
