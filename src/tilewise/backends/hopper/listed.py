@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from tilewise import tiles
 from tilewise.backends.hopper.layouts import accumulator_layout
-from tilewise.backends.hopper.primitives import NEG_INF
+from tilewise.backends.hopper.primitives import NEG_INF, only_seen
 from tilewise.backends.hopper.schedule import LIST_WORDS, place_of
 from tilewise.backends.hopper.scores import over, quads
 
@@ -186,15 +186,18 @@ def hide_scores(scores, words, keys, C: gl.constexpr):
     PAIRS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout))
     # A thread has two columns in each group of eight, and a word has four groups.
     group = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, COLUMNS))[None, :][:, :, None][:, :, :, None]
-    pair = gl.arange(0, 2, gl.SliceLayout(0, PAIRS))[None, :][:, None, :][:, :, None, :]
     first = thread_word(words[0], keys, x)
     second = thread_word(words[1], keys - WORD, x)
     word = gl.where(group // 4 == 0, first, second)
     if BLOCK_N == TILE:
         word = gl.where(group // 4 == 2, thread_word(words[2], keys - 2 * WORD, x), word)
         word = gl.where(group // 4 == 3, thread_word(words[3], keys - 3 * WORD, x), word)
-    # All ones where a pair is seen. Comparisons would be packed into words again: there are seven predicates.
-    seen = (word << (WORD - 1 - group % 4 * 8 - pair)) >> (WORD - 1)
-    hidden = gl.cast(gl.full([1, 1, 1, 1], NEG_INF, gl.float32, x.type.layout), gl.int32, bitcast=True)
-    x = gl.cast((gl.cast(x, gl.int32, bitcast=True) & seen) | (hidden & ~seen), gl.float32, bitcast=True)
+    if BLOCK_N == TILE:
+        # All ones where a pair is seen. Fewer instructions, as for 64 keys, would spill next to two accumulators.
+        pair = gl.arange(0, 2, gl.SliceLayout(0, PAIRS))[None, :][:, None, :][:, :, None, :]
+        seen = (word << (WORD - 1 - group % 4 * 8 - pair)) >> (WORD - 1)
+        hidden = gl.cast(gl.full([1, 1, 1, 1], NEG_INF, gl.float32, x.type.layout), gl.int32, bitcast=True)
+        x = gl.cast((gl.cast(x, gl.int32, bitcast=True) & seen) | (hidden & ~seen), gl.float32, bitcast=True)
+    else:
+        x = only_seen(x, word, BLOCK_N // 2)
     return gl.convert_layout(gl.reshape(x, [64, BLOCK_N]), accumulator_layout(BLOCK_N))
