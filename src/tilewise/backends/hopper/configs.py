@@ -26,7 +26,6 @@ class ForwardTile:
     OUT_IN_Q        O is staged in Q's buffer
     CTAS_PER_SM     2 selects the kernel of forward_quad.py
     TAKES_LATE      a CTA takes its next tile at the end of the key loop instead of at its start
-    PING_PONG       two warpgroups take turns in issuing products. Both must visit the same tiles: a tile mask's
     """
 
     NUM_WARPGROUPS: int = 2
@@ -40,7 +39,6 @@ class ForwardTile:
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
     TAKES_LATE: bool = False
-    PING_PONG: bool = False
 
 
 # Two CTAs an SM. A query block of a short sequence is mostly prologue and epilogue; four warpgroups hide them better

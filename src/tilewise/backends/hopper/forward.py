@@ -31,7 +31,7 @@ from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.listed import entry_at, hide_scores, list_at, load_words, place_words
-from tilewise.backends.hopper.primitives import barrier_arrive, barrier_sync, pin, uniform
+from tilewise.backends.hopper.primitives import pin, uniform
 from tilewise.backends.hopper.products import (
     issue_output,
     issue_scores,
@@ -54,9 +54,6 @@ from tilewise.backends.hopper.schedule import (
     whole_tiles,
 )
 from tilewise.backends.hopper.scores import capped, finish_rows, mask_scores, no_rows, raise_max, soften, whole_rows
-
-# Named barriers of the warpgroups' turns, and the threads of both.
-TURN, TURN_THREADS = gl.constexpr(8), gl.constexpr(256)
 
 
 @aggregate
@@ -276,7 +273,7 @@ def attend_first(
 @gluon.jit
 def attend(
     n_block, row, q_slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-    seqlen_q, seqlen_k, lists, kind, sizes, pipe, WARPGROUP: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
+    seqlen_q, seqlen_k, lists, kind, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile: issue S = Q K_i^T and O += P_{i-1} V_{i-1} together; the softmax of tile i overlaps the second one.
 
@@ -290,8 +287,6 @@ def attend(
     at = at.next()
     if MASKED and C.IS_LISTED:
         words = load_words(lists.bits, kind, row, 0, C)
-    if C.PING_PONG:
-        barrier_sync(TURN + WARPGROUP, TURN_THREADS)
     pipe.k_ring.wait(at)
     issued_scores = issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)
     if C.MERGE_KV:
@@ -301,8 +296,6 @@ def attend(
     if C.RESCALE_EARLY:
         acc, acc_rest = rescale_output(acc, acc_rest, factor, C)
     acc, acc_rest = issue_output(p_operand, pipe.v_smem, v_at.slot, acc, acc_rest, C)
-    if C.PING_PONG:
-        barrier_arrive(TURN + (1 - WARPGROUP), TURN_THREADS)
     if MASKED:  # masked tiles are few: give up the overlap to save registers
         scores = warpgroup_mma_wait(0, deps=[issued_scores])
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
@@ -371,8 +364,6 @@ def consumer(
     tile_turn = first_turn(C)
     tile = first_tile(pipe.tiles, tile_turn, C)
     kind = 0
-    if C.PING_PONG and WARPGROUP == 1:
-        barrier_arrive(TURN, TURN_THREADS)  # the first warpgroup has the first turn
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
@@ -408,23 +399,23 @@ def consumer(
                 n_next, kind_next = entry_at(entries, min(i + 1, count - 1))
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     n_block, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
+                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
         else:
             begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
         if C.HAS_RIGHT:
             for i in range(hidden + 1, begin):
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
+                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
         for i in range(begin, end):
             acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                 last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                seqlen_q, seqlen_k, lists, kind, sizes, pipe, WARPGROUP, False, C)  # fmt: skip
+                seqlen_q, seqlen_k, lists, kind, sizes, pipe, False, C)  # fmt: skip
         if C.HAS_LEFT:
             for i in range(end, count):
                 acc, acc_rest, p, factor, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, WARPGROUP, True, C)  # fmt: skip
+                    seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V overlaps everything that does not depend on it.
         if not DIVIDES_LATE:
@@ -461,8 +452,6 @@ def consumer(
             tma.store_wait(0)  # Q's slot is free once TMA has read O from it
             pipe.q_ring.release(q_lane)
     tma.store_wait(0)
-    if C.PING_PONG and WARPGROUP == 0:
-        barrier_sync(TURN, TURN_THREADS)  # consume the last arrival, so that the barrier ends empty
 
 
 # ---- kernel
