@@ -1,15 +1,18 @@
-"""Tile masks: time against density, against our native kernels, and against torch with the dense mask or FlexAttention.
+"""Tile masks: time against density, our native kernels, torch with the dense mask, FlexAttention, FlashAttention 4.
 
-    PYTHONPATH=src:bench python bench/tile_masks.py [--device cuda] [--seqlen 4096 16384] [--json FILE]
+    PYTHONPATH=src:bench python bench/tile_masks.py [--device cuda] [--seqlen 4096 ...] [--mask NAME ...] [--json FILE]
 
 Entrants of a case run in turn, round after round; a figure is the least of its rounds. On a CPU it is CPU seconds of
 one thread, so that other programs disturb it little; on a GPU the time between two events, with the host ahead of the
-device. FlexAttention gets the same lists of blocks, and a mask_mod that computes the mask, not one that looks it up.
+device. FlexAttention and FlashAttention 4 (flash_attn.cute, where it is installed) get the same lists of blocks, and a
+mask_mod that computes the mask, not one that looks it up. The row names who fails ("without"), and who is timed but
+has other results ("differs").
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -34,7 +37,9 @@ HEAD_START = 2_000_000
 SIZES = {"cpu": (1, 2, torch.float32), "cuda": (2, 16, torch.bfloat16)}
 WINDOW = 1024
 # Time in full time at a tenth of the tiles; native time in mask time; SDPA's or FlexAttention's time in ours.
-BARS = {"of full": 0.16, "of native": 0.93, "sdpa": 5.0, "flex": 1.2}
+BARS = {"of full": 0.16, "of native": 0.93, "sdpa": 5.0, "flex": 1.2, "fa4": 1.0}
+# The largest difference that rounding explains, of the largest number of a result or of 1.
+TOLERANCE = 0.05
 
 Call = Callable[[], object]
 Entrants = dict[str, Call]
@@ -42,11 +47,22 @@ Pairs = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class Compiled(NamedTuple):
+    """A mask function for FlashAttention 4: its name in fa4_masks, what it is compiled for, and tensors it reads."""
+
+    name: str
+    constants: tuple[int, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+
 class Made(NamedTuple):
-    """How a mask is made, its function for FlexAttention, and the flags of the native kernels that do the same."""
+    """How a mask is made, its functions for FlexAttention and FlashAttention 4, and the flags of the native kernels
+    that do the same.
+    """
 
     make: Callable[[], TileMask]
     pairs: Pairs
+    compiled: Compiled
     native: dict[str, Any] | None = None
 
 
@@ -65,15 +81,26 @@ def once(call: Call, device: str) -> float:
     return float(events[0].elapsed_time(events[1])) / 1e3
 
 
-def runs(name: str, call: Call, device: str) -> bool:
-    """Whether a call works; compiles what it needs."""
+def failure_of(call: Call, device: str) -> str | None:
+    """Why a call does not work; compiles what it needs."""
     try:
         call()
         once(call, device)
     except Exception as failure:  # peers may fail in any way
-        print(f"  without {name}: {str(failure).splitlines()[0]}", flush=True)
-        return False
-    return True
+        return f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
+    return None
+
+
+def apart(one: object, other: object) -> float:
+    """The largest difference of two passes' results, see TOLERANCE. Packed ones have another shape: not judged."""
+    worst = 0.0
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (one, other)), strict=True):
+        assert isinstance(a, Tensor)
+        assert isinstance(b, Tensor)
+        if a.shape == b.shape:
+            distance = (a.float() - b.float()).abs().nan_to_num(nan=torch.inf).max()
+            worst = max(worst, float(distance / a.float().abs().max().clamp_min(1.0)))
+    return worst
 
 
 def race(entrants: Entrants, device: str) -> dict[str, float]:
@@ -85,9 +112,10 @@ def race(entrants: Entrants, device: str) -> dict[str, float]:
     return best
 
 
-def ranges(starts: Tensor, ends: Tensor) -> Pairs:
+def ranged(make: Callable[[], TileMask], starts: Tensor, ends: Tensor, native: dict[str, Any] | None = None) -> Made:
     """Query i sees the keys starts[i] .. ends[i] - 1."""
-    return lambda _b, _h, i, j: (j >= starts[i]) & (j < ends[i])
+    compiled = Compiled("in_range", (), (starts, ends))
+    return Made(make, lambda _b, _h, i, j: (j >= starts[i]) & (j < ends[i]), compiled, native)
 
 
 def masks(seqlen: int, device: str) -> dict[str, Made]:
@@ -102,9 +130,11 @@ def masks(seqlen: int, device: str) -> dict[str, Made]:
     window, document = (position - WINDOW + 1).clamp_min(0), position // (seqlen // 16) * (seqlen // 16)
     chunk = position // 1024 * 1024
 
+    def first(i: Tensor, size: int) -> Tensor:
+        return (i - 6).clamp(0, size - 13)
+
     def near(i: Tensor, j: Tensor, size: int) -> Tensor:
-        start = (i - 6).clamp(0, size - 13)
-        return (j >= start) & (j < start + 13)
+        return (j >= first(i, size)) & (j < first(i, size) + 13)
 
     def every(third: int) -> Callable[[], TileMask]:
         def make() -> TileMask:
@@ -117,31 +147,31 @@ def masks(seqlen: int, device: str) -> dict[str, Made]:
         return lambda _b, _h, i, j: listed[i // 128, j // 128] & (j % 3 >= third)
 
     return {
-        "causal": Made(
+        "causal": ranged(
             lambda: tile_mask(lambda _b, _h, i, j: i >= j, seqlen, seqlen, device=device),
-            ranges(zero, position + 1),
+            zero,
+            position + 1,
             {"causal": True},
         ),
-        "window": Made(
+        "window": ranged(
             lambda: TileMask.from_intervals(window, position + 1, seqlen),
-            ranges(window, position + 1),
+            window,
+            position + 1,
             {"causal": True, "window": (WINDOW - 1, 0)},
         ),
-        "documents": Made(
-            lambda: TileMask.documents(position // (seqlen // 16)), ranges(document, document + seqlen // 16)
+        "documents": ranged(lambda: TileMask.documents(position // (seqlen // 16)), document, document + seqlen // 16),
+        "prefix": ranged(
+            lambda: TileMask.prefix(seqlen // 4, seqlen, device=device), zero, (position + 1).clamp_min(seqlen // 4)
         ),
-        "prefix": Made(
-            lambda: TileMask.prefix(seqlen // 4, seqlen, device=device),
-            ranges(zero, (position + 1).clamp_min(seqlen // 4)),
-        ),
-        "image spans": Made(lambda: TileMask.from_intervals(zero, span, seqlen), ranges(zero, span)),
-        "chunks": Made(lambda: TileMask.chunks(1024, seqlen, device=device), ranges(chunk, chunk + 1024)),
+        "image spans": ranged(lambda: TileMask.from_intervals(zero, span, seqlen), zero, span),
+        "chunks": ranged(lambda: TileMask.chunks(1024, seqlen, device=device), chunk, chunk + 1024),
         "neighbourhood": Made(
             lambda: TileMask.neighbourhood((height, width), (13, 13), device=device),
             lambda _b, _h, i, j: near(i // width, j // width, height) & near(i % width, j % width, width),
+            Compiled("near", (width, 13), (first(position // width, height), first(position % width, width))),
         ),
-        "random tiles": Made(every(0), drawn(0)),
-        "random bits": Made(every(1), drawn(1)),
+        "random tiles": Made(every(0), drawn(0), Compiled("thirds", (0,))),
+        "random bits": Made(every(1), drawn(1), Compiled("thirds", (1,))),
     }
 
 
@@ -185,6 +215,21 @@ def flex(mask: TileMask, pairs: Pairs) -> Attend:
     return lambda q, k, v: compiled(q, k, v, block_mask=block)
 
 
+def fa4(mask: TileMask, compiled: Compiled) -> Attend:
+    """FlashAttention 4 with the same lists of blocks. Imported when it is first called, so that failing is its own."""
+
+    @functools.cache
+    def attend() -> Attend:
+        import fa4_masks
+
+        seen = getattr(fa4_masks, compiled.name)
+        return fa4_masks.attention(
+            mask.tiles, seen(*compiled.constants) if compiled.constants else seen, compiled.tensors
+        )
+
+    return lambda *x: attend()(*x)
+
+
 def entrants(made: Made, mask: TileMask, device: str) -> dict[str, Attend]:
     """Everybody who computes the same, and on a CPU full attention."""
     found: dict[str, Attend] = {"tiles": lambda *x: tw.attention(*x, mask=mask)}
@@ -200,6 +245,7 @@ def entrants(made: Made, mask: TileMask, device: str) -> dict[str, Attend]:
     else:
         found["tiles triton"] = lambda *x: tw.attention(*x, mask=mask, backend="triton")
         found["flex"] = flex(mask, made.pairs)
+        found["fa4"] = fa4(mask, made.compiled)
     return found
 
 
@@ -234,14 +280,24 @@ class Case:
         if name == "documents" and device == "cuda":
             attends |= {"native": packed_documents(q, "auto"), "native triton": packed_documents(q, "triton")}
         calls = {who: passes(q, k, v, attend) for who, attend in attends.items()}
-        self.runs = {
-            which: {who: call[which] for who, call in calls.items() if runs(f"{who}, {which}", call[which], device)}
-            for which in PASSES[device]
-        }
+        self.runs: dict[str, Entrants] = {which: {} for which in PASSES[device]}
+        failed: dict[str, str] = {}
+        differing: dict[str, float] = {}
+        for which, able in self.runs.items():
+            for who, call in calls.items():
+                reason = failure_of(call[which], device)
+                if reason is not None:
+                    failed[f"{who}, {which}"] = reason
+                    continue
+                able[who] = call[which]
+                distance = 0.0 if who == "full" or "tiles" not in able else apart(able["tiles"](), call[which]())
+                if distance > TOLERANCE:
+                    differing[f"{who}, {which}"] = round(distance, 3)
         self.facts: dict[str, Any] = {
             "mask": name, "seqlen": seqlen, "head_dim": head_dim, "batch": batch, "heads": heads,
             "dtype": str(dtype).removeprefix("torch."), "density": round(self.mask.density, 4),
             "tiles": self.mask.counts._asdict(), "bytes of dense": round(self.mask.nbytes / (seqlen * seqlen), 5),
+            "without": failed, "differs": differing,
         }  # fmt: skip
 
     def made(self) -> float:
@@ -262,7 +318,7 @@ class Case:
             found[f"{which} ms"] = {who: round(1e3 * seconds, 3) for who, seconds in times.items()}
             if "tiles" in times:
                 ratios: dict[str, float] = {
-                    peer: times[peer] / times["tiles"] for peer in ("sdpa", "flex") if peer in times
+                    peer: times[peer] / times["tiles"] for peer in ("sdpa", "flex", "fa4") if peer in times
                 }
                 if "full" in times:
                     ratios["of full"] = times["tiles"] / times["full"]
@@ -275,7 +331,7 @@ class Case:
 
 def missed(ratios: dict[str, float], density: float) -> list[str]:
     """The bars that these ratios do not reach; time in full time has one at a tenth of the tiles."""
-    some: list[str] = [name for name in ("of native", "flex") if name in ratios and ratios[name] < BARS[name]]
+    some: list[str] = [name for name in ("of native", "flex", "fa4") if name in ratios and ratios[name] < BARS[name]]
     if density <= 0.11:
         some += ["of full"] * (ratios.get("of full", 0.0) > BARS["of full"] * density / 0.1)
         some += ["sdpa"] * (ratios.get("sdpa", BARS["sdpa"]) < BARS["sdpa"])
@@ -288,6 +344,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=tuple(SIZES))
     parser.add_argument("--seqlen", type=int, nargs="+", default=[4096])
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--mask", nargs="+", help="names of masks; all of them by default")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -297,7 +354,7 @@ def main() -> None:
     }  # fmt: skip
     for seqlen in options.seqlen:
         for head_dim in options.head_dim:
-            for name in masks(seqlen, options.device):
+            for name in options.mask or masks(seqlen, options.device):
                 found = Case(name, seqlen, head_dim, options.device).measured()
                 results["cases"].append(found)
                 print(json.dumps(found), flush=True)

@@ -147,15 +147,23 @@ class TileMask:
         batch = max(q.shape[0], k.shape[0])
         q, k = q.expand(batch, -1), k.expand(batch, -1)
         lengths = q.shape[1], k.shape[1]
-        q_low, q_high = _tile_ends(q)
-        k_low, k_high = (q_low, q_high) if ids_k is None else _tile_ends(k)
         tiles = _unknown((batch, 1), lengths, q.device)
-        q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
-        apart = (q_high < k_low) | (k_high < q_low) | (torch.minimum(q_high, k_high) < 0)
-        # Then the smallest and largest of both are one number.
-        same = (q_low == k_high) & (q_high == k_low) & (q_low >= 0)
-        tiles.masked_fill_(apart[:, None], EMPTY).masked_fill_(same[:, None], FULL)
-        return _of_pairs(lambda b, _, i, j: (q[b, i] == k[b, j]) & (q[b, i] >= 0), *lengths, tiles)
+        q_tiles = _in_tiles(q)
+        k_tiles = q_tiles if ids_k is None else _in_tiles(k)
+        if tiles.numel():
+            q_low, q_high = q_tiles.aminmax(dim=-1)
+            k_low, k_high = (q_low, q_high) if ids_k is None else k_tiles.aminmax(dim=-1)
+            q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
+            same = torch.minimum(q_low, k_low) == torch.maximum(q_high, k_high)
+            # Also where all ids of one side are negative, and they may be the same.
+            apart = torch.minimum(q_high, k_high) < torch.maximum(q_low, k_low).clamp_min(0)
+            tiles.masked_fill_(same[:, None], FULL).masked_fill_(apart[:, None], EMPTY)
+
+        def bits(b: Tensor, _h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+            mine = q_tiles[b, m][:, :, None]
+            return packed((mine == k_tiles[b, n][:, None]) & (mine >= 0))
+
+        return _evaluated(tiles, bits, *lengths)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, seqlen: int, *, device: Device = None) -> TileMask:
@@ -547,7 +555,7 @@ def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, 
     """The mask of a map with unknown tiles. `bits` are those of tiles that are known."""
     tiles = tiles.contiguous()
     known = no_bits(tiles.device) if bits is None else bits
-    parts, count = [known], len(known)
+    parts, count = [known] if len(known) else [], len(known)
     unknown = (tiles == UNKNOWN).nonzero()
     for some in unknown.split(at_once(tiles.device)) if len(unknown) else ():
         b, h, m, n = some.unbind(1)
@@ -558,7 +566,8 @@ def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, 
         tiles[b, h, m, n] = kinds.masked_fill_(empty, EMPTY).masked_fill_(full, FULL)
         parts.append(found[partial])
         count += len(parts[-1])
-    return TileMask(tiles, torch.cat(parts) if len(parts) > 1 else known, seqlen_q, seqlen_k)
+    joined = known if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
+    return TileMask(tiles, joined, seqlen_q, seqlen_k)
 
 
 def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, bits: Tensor | None = None) -> TileMask:
@@ -575,7 +584,8 @@ def _indices(tile: Tensor, length: int) -> Tensor:
     """The indices (number, 128) in these tiles. Past the length the last one is repeated, which leaves empty and full
     tiles what they are.
     """
-    return (tile[:, None] * TILE + torch.arange(TILE, device=tile.device)).clamp_max(length - 1)
+    at = torch.add(torch.arange(TILE, device=tile.device), tile[:, None], alpha=TILE)
+    return at if length % TILE == 0 else at.clamp_max(length - 1)
 
 
 def _unknown(shared: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -614,7 +624,7 @@ def _by_ranges(starts: Tensor, ends: Tensor, seqlen: int) -> Tensor:
     tiles = _unknown(starts.shape[:2], (own, seqlen), starts.device)
     if tiles.numel() == 0:
         return tiles
-    (low, high_start), (low_end, high) = (_tile_ends(x.transpose(2, 3)) for x in (starts, ends))
+    (low, high_start), (low_end, high) = (_in_tiles(x.transpose(2, 3)).aminmax(dim=-1) for x in (starts, ends))
     first = torch.arange(tiles.shape[3], dtype=torch.int64, device=starts.device) * TILE
     last = (first + TILE).clamp_max(seqlen)
     met = (low[..., None] < last) & (high[..., None] > first)
@@ -622,13 +632,12 @@ def _by_ranges(starts: Tensor, ends: Tensor, seqlen: int) -> Tensor:
     return tiles.masked_fill(~met.any(2), EMPTY).masked_fill(covered.any(2), FULL)
 
 
-def _tile_ends(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and largest of each tile along the last dimension."""
+def _in_tiles(numbers: Tensor) -> Tensor:
+    """The last dimension as (tiles, 128). Past its end the last number is repeated, as by _indices."""
     length = numbers.shape[-1]
     if length % TILE:
         numbers = torch.cat([numbers, numbers[..., -1:].expand(*numbers.shape[:-1], -length % TILE)], -1)
-    smallest, largest = numbers.unflatten(-1, (-1, TILE)).aminmax(dim=-1)
-    return smallest, largest
+    return numbers.view(*numbers.shape[:-1], num_tiles(length), TILE)
 
 
 def _listed(count: Tensor, indices: Tensor) -> Tensor:

@@ -92,7 +92,8 @@ def lists_of(tiles: Tensor) -> Tensor:
 
     The lists of groups have the longest row first, and the tiles that need a mask before the others: tiles with bits,
     and the last tile of keys, which may not be whole. Such a list is the row, the number of its entries, of those with
-    a mask, and 0, then (tile, kind) of each entry. Both numbers are at least 1: a row without tiles has an empty one.
+    a mask, and 0, then (tile, kind) of each entry. A row without tiles has an empty one
+    past the last, with a mask.
     Those of columns are in the order of the columns and have a rank instead of the row; only tiles with bits are
     masked, and a column may have none.
 
@@ -129,20 +130,22 @@ def lists_of(tiles: Tensor) -> Tensor:
             masked = tiles >= 0
             masked[..., -1:] |= listed[..., -1:]
             grouped = row_groups.view(batch, heads, rows, parts.groups_row // 2)
-            _put_groups(grouped, kinds, masked, upto, after, values, least=1)
+            _put_groups(grouped, kinds, masked, upto, after, values)
+            nothing = (counts == 0).to(torch.int64)
+            grouped[..., 0] += nothing << WORD
+            grouped[..., 1] += nothing
+            grouped[..., 2] += nothing * columns
             grouped.copy_(grouped.gather(2, ranked[..., None].expand(grouped.shape)))
         else:
             grouped = column_groups.view(batch, heads, columns, parts.column_groups_column // 2)
-            _put_groups(grouped, kinds, tiles.transpose(2, 3) >= 0, upto, after, values, least=0)
+            _put_groups(grouped, kinds, tiles.transpose(2, 3) >= 0, upto, after, values)
         grouped[..., 0] += ranked
     return found
 
 
-def _put_groups(
-    groups: Tensor, listed: Tensor, masked: Tensor, upto: Tensor, after: Tensor, values: Tensor, *, least: int
-) -> None:
+def _put_groups(groups: Tensor, listed: Tensor, masked: Tensor, upto: Tensor, after: Tensor, values: Tensor) -> None:
     """Write the lists of groups (see lists_of), in order and without the first word. `upto` counts the listed tiles up
-    to each, `after` are the places of those that are not listed; both numbers are at least `least`.
+    to each, `after` are the places of those that are not listed.
     """
     masked_upto = masked.cumsum(-1)
     counts = masked_upto[..., -1]
@@ -150,8 +153,8 @@ def _put_groups(
     unmasked = counts[..., None] + upto - masked_upto
     at = torch.where(masked, masked_upto, torch.where(listed, unmasked, after + 1)) - 1
     groups[..., 2:].scatter_(-1, at, values)
-    groups[..., 0] = upto[..., -1].clamp_min(least) << WORD
-    groups[..., 1] = counts.clamp_min(least)
+    groups[..., 0] = upto[..., -1] << WORD
+    groups[..., 1] = counts
 
 
 def no_bits(device: torch.device) -> Tensor:
@@ -194,8 +197,8 @@ def _packed_by_keys(pairs: Tensor) -> Tensor:
 
 def _packed_by_queries(pairs: Tensor) -> Tensor:
     places = torch.arange(WORD, dtype=torch.int32, device=pairs.device)
-    words = (pairs.reshape(-1, TILE, WORDS, WORD).to(torch.int32) << places).sum(3, dtype=torch.int32)
-    return words.transpose(1, 2).reshape(-1, WORDS * TILE)
+    by_word = pairs.reshape(-1, TILE, WORDS, WORD).transpose(1, 2)
+    return (by_word.to(torch.int32) << places).sum(3, dtype=torch.int32).reshape(-1, WORDS * TILE)
 
 
 def unpacked(bits: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ def computed(text: str, args: list[Any]) -> Any:
         return args[0].to(torch.float16)
     if "lop3" in text:
         return units_counted(args[0], args[1])
+    if "selp.f32" in text:
+        return only_seen(*args)
     if found := re.search(r"DONE; (mul|sub)\.f32", text):
         return applied(found.group(1), *args)
     if found := re.match(r"shr\.u32 \$0, \$1, (\d+);", text):
@@ -32,6 +34,12 @@ def computed(text: str, args: list[Any]) -> Any:
         return args[0]
     result = known[text[:3]](args[0])
     return torch.where(result.abs() < torch.finfo(torch.float32).tiny, 0.0, result)  # .ftz: no subnormals
+
+
+def only_seen(x: Tensor, words: Tensor) -> Tensor:
+    """Scores in quads (rows, groups of 8 columns, threads, 2) where a thread's bit is 1, elsewhere -inf."""
+    group, pair = torch.arange(x.shape[1])[:, None, None], torch.arange(2)
+    return torch.where((words >> (group % 4 * 8 + pair)) & 1 != 0, x, -torch.inf)
 
 
 def units_counted(x: Tensor, units: Tensor) -> Tensor:

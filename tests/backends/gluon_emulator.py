@@ -322,7 +322,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = 0.0, **caching: str) -
         return pointer.flat[offsets].clone()
     mask = torch.broadcast_to(torch.as_tensor(mask), offsets.shape)
     read(pointer.tensor, offsets[mask])
-    values = torch.full(offsets.shape, other, dtype=pointer.tensor.dtype)
+    values = torch.as_tensor(other, dtype=pointer.tensor.dtype).broadcast_to(offsets.shape).clone()
     values[mask] = pointer.flat[offsets[mask]]
     return values
 
@@ -408,7 +408,7 @@ LANGUAGE: dict[str, Any] = {
     "to_tensor": torch.as_tensor,
     "zeros": lambda shape, dtype, _=None: torch.zeros(shape, dtype=dtype),
     "full": lambda shape, value, dtype, _=None: torch.full(shape, value, dtype=dtype),
-    "arange": lambda begin, end, _=None: torch.arange(begin, end),
+    "arange": lambda begin, end, _=None: torch.arange(begin, end, dtype=torch.int32),
     "where": lambda condition, a, b: torch.where(torch.as_tensor(condition), a, b),
     "maximum": elementwise(torch.maximum),
     "minimum": elementwise(torch.minimum),

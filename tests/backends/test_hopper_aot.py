@@ -69,6 +69,8 @@ KERNELS = (
     Kernel("decode_kernel", "decode", {"d": 512, **PAGED}),
     Kernel("decode_kernel", "latent", {"num_heads": 16, **PAGED, "fp8": ("k", "v")}),
     Kernel("forward_wide_kernel", "forward", {"d": 384, "window_left": 100, "softcap": 30.0}),
+    Kernel("forward_kernel", "forward", {"d": 128, "tiles_shape": (1, 1, 32, 32)}),
+    Kernel("forward_quad_kernel", "forward", {"d": 64, "tiles_shape": (1, 1, 32, 32)}),
 )
 
 
@@ -84,7 +86,7 @@ def hold(found: Any, spills: int, what: object) -> None:
 
 
 # One of each family; the others in the exhaustive run.
-FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[7], KERNELS[9], KERNELS[11], KERNELS[12], KERNELS[16])
+FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[7], KERNELS[9], KERNELS[11], KERNELS[12], KERNELS[16], KERNELS[-2])
 
 
 @pytest.mark.parametrize(

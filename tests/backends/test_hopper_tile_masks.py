@@ -72,6 +72,24 @@ def test_the_forward_walks_lists(
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_forward_reads_no_tile_that_nobody_sees(head_dim: int, emulated: Callable[[str], Any]) -> None:
+    """NaN in such tiles changes nothing, also in a block of queries that sees nothing at all."""
+    MODE.late_loads = False
+    emulated("launch").forward_pass.cache_clear()
+    case = Case(head_dim, heads=(1, 1), seqlens=(300, 400))
+    dense = torch.zeros(300, 400, dtype=torch.bool)
+    dense[:128, 128:256] = True
+    dense[256:, 200:400] = True
+    problem, operands, _ = masked(case, TileMask.from_dense(dense))
+    for tensor in (operands.k, operands.v):
+        tensor[:, :, :128] = torch.nan
+    out, lse = emulated("launch").run_forward(problem, operands)
+    assert not out.isnan().any()
+    assert not out[:, :, 128:256].any()
+    assert (lse[:, :, 128:256] == -torch.inf).all()
+
+
 BACKWARD = {
     "d64": (Case(64, heads=(2, 1), seqlens=(300, 520), batch=2), (1, 1)),
     "d64 of its own heads": (Case(64, heads=(4, 2), seqlens=(200, 300), batch=2), (2, 4)),

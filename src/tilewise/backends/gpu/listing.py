@@ -121,9 +121,9 @@ def group_tiles_kernel(
     # Lists of rows are in the order of ranks. Those of columns are not: the first word of one is the column of a rank.
     entries = groups + tl.where(is_row, rank, number) * group_words
     tl.store(groups + rank * group_words, number)
-    least = tl.where(is_row, 1, 0)
-    tl.store(entries + 1, tl.maximum(count, least))
-    tl.store(entries + 2, tl.maximum(masked, least))
+    nothing = tl.where(is_row & (count == 0), 1, 0)
+    tl.store(entries + 1, count + nothing)
+    tl.store(entries + 2, masked + nothing)
     tl.store(entries + 3, 0)
     before = length * 0
     masked_before = length * 0
@@ -136,7 +136,9 @@ def group_tiles_kernel(
         masked_upto = masked_before + tl.cumsum(is_masked.to(tl.int32), 0)
         at = tl.where(is_listed, masked + upto - masked_upto - 1, count + tile - upto)
         at = tl.where(is_masked, masked_upto - 1, at)
-        put(entries + GROUPS_HEADER, at, tile, kind, tile < length)
+        # What a row without tiles visits is past the last one, where nothing is read.
+        shown = tl.where((nothing == 1) & (at == 0), length, tile)
+        put(entries + GROUPS_HEADER, at, shown, kind, tile < length)
         before += tl.sum(is_listed.to(tl.int32), 0)
         masked_before += tl.sum(is_masked.to(tl.int32), 0)
 

@@ -31,7 +31,7 @@ from tilewise.backends.gpu.releases import aggregate, async_load, async_store, r
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.dq_tiles import add_block, in_units, load_units
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.listed import column_at, hide_transposed, load_query_words, query_steps, query_tile_at
+from tilewise.backends.hopper.listed import hide_transposed, list_at, load_query_words, query_steps, query_tile_at
 from tilewise.backends.hopper.preparing import await_listed, await_prepared, make_row_tiles, preparer
 from tilewise.backends.hopper.primitives import barrier_sync, exp2, rebuilt, uniform
 from tilewise.backends.hopper.schedule import (
@@ -131,13 +131,13 @@ def producer(
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         group = sizes.group_size
         if C.IS_LISTED:
-            block = gl.load(column_at(lists, q_span[0], kv_head * group, block))
+            block = gl.load(list_at(lists, q_span[0], kv_head * group, block))
         first = block * 128
         row_tile = row_tile_of(item * group, q_span, sizes, C)
         lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
         first_queries = lo
         if C.IS_LISTED:
-            entries = column_at(lists, q_span[0], kv_head * group, block)
+            entries = list_at(lists, q_span[0], kv_head * group, block)
             lo = 0
             _, hi = query_steps(entries, first, kv_span[2], C)
             first_queries, _ = query_tile_at(entries, 0, C)
@@ -161,7 +161,7 @@ def producer(
         for g in range(group):
             begin = gl.where(g == 0, lo + 1, lo)
             if C.IS_LISTED:
-                entries = column_at(lists, q_span[0], kv_head * group + g, block)
+                entries = list_at(lists, q_span[0], kv_head * group + g, block)
                 _, hi = query_steps(entries, first, kv_span[2], C)
             for step in range(begin, hi):
                 m_block = step
@@ -349,7 +349,7 @@ def consumer(
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C, C.ENDING)
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         if C.IS_LISTED:
-            block = uniform(gl.load(column_at(lists, q_span[0], kv_head * sizes.group_size, block)))
+            block = uniform(gl.load(list_at(lists, q_span[0], kv_head * sizes.group_size, block)))
         first = block * 128
         seqlen_q = q_span[2]
         seqlen_k = kv_span[2]
@@ -368,7 +368,7 @@ def consumer(
                 for m_block in range(lo, seeing):
                     at = blind_step(row + m_block, at, dq_desc, units_ptr, pipe, C)
             if C.IS_LISTED:
-                entries = column_at(lists, q_span[0], kv_head * sizes.group_size + g, block)
+                entries = list_at(lists, q_span[0], kv_head * sizes.group_size + g, block)
                 begin, end = query_steps(entries, first, seqlen_k, C)
                 for step in range(begin):
                     m_block, kind = query_tile_at(entries, step, C)

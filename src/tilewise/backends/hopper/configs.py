@@ -51,8 +51,6 @@ D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 D64 = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
 # With two consumers, separate barriers win: Q K^T can start before V arrives.
 D128 = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
-# Under a tile mask blocks and tiles are those of the mask, 128 x 128. Not measured.
-D64_LISTED = ForwardTile(NUM_STAGES=4)
 # Two column parts of 128 + 64 instead of padding to 256.
 D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, OUT_IN_Q=True, IS_LAZY=True)
 # O takes 128 registers of a thread, so the key tile is halved.
@@ -102,7 +100,7 @@ class ForwardConfig(ForwardTile):
     IS_PAGED: queries are packed, and keys are fetched from pages of PAGE_SIZE rows in boxes of CHUNK rows. EXACT:
     scores of any size are right even where a row's reference is its maximum (scores.row_scale). IS_LISTED: key tiles
     come from the lists of a tile mask (listed.py). KEEPS_TOP: the maxima of rows are kept next to references that stay
-    behind them.
+    behind them. SENDS_PLACES: consumers get the place of a tile from the producer.
     """
 
     D: int = 128
@@ -122,6 +120,7 @@ class ForwardConfig(ForwardTile):
     EXACT: bool = False
     IS_LISTED: bool = False
     KEEPS_TOP: bool = False
+    SENDS_PLACES: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,7 @@ class BackwardConfig:
     NUM_STAGES        slots in the rings of Q and dO; in query_gradient.py slots for K, and V_STAGES slots for V
     EVEN_K            every key tile is whole
     IS_LISTED         query tiles come from the lists of a tile mask (listed.py)
+    SENDS_PLACES      as in ForwardConfig
     """
 
     D: int = 128
@@ -166,6 +166,7 @@ class BackwardConfig:
     IS_VARLEN: bool = False
     IS_PAGED: bool = False  # pages have no gradient
     IS_LISTED: bool = False
+    SENDS_PLACES: bool = False
     # Of query_gradient.py, whose blocks are 128 queries.
     NUM_WARPGROUPS: int = 2
 
@@ -221,6 +222,7 @@ def backward_config(problem: AttentionProblem) -> BackwardConfig:
         HAS_SOFTCAP=problem.softcap is not None,
         IS_VARLEN=packed,
         IS_LISTED=problem.tiles_shape is not None,
+        SENDS_PLACES=packed,
     )
 
 
@@ -344,6 +346,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         EXACT=problem.scale >= LARGE_SCALE and problem.softcap is None,
         IS_LISTED=problem.tiles_shape is not None,
         KEEPS_TOP=is_lazy and problem.max_logits,
+        SENDS_PLACES=problem.kind != "dense" or problem.tiles_shape is not None,
     )
 
 
@@ -353,7 +356,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     packed = problem.kind != "dense"
     plain_causal = has_right(problem) and problem.band == (None, 0) and not packed
     if problem.tiles_shape is not None:
-        return D64_LISTED if width == 64 else D128
+        return D64_QUAD if width == 64 else D128
     if width == 64:
         rows = problem.total_q // problem.batch if packed else problem.seqlen_q
         most_keys, most_rows = (QUAD_BANDED_SEQLEN_K, QUAD_BANDED_ROWS) if banded else (QUAD_SEQLEN_K, QUAD_ROWS)

@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.listed import entry_at, hide_scores, list_at, load_words
-from tilewise.backends.hopper.primitives import pin
+from tilewise.backends.hopper.listed import entry_at, hide_scores, list_at, load_words, place_words
+from tilewise.backends.hopper.primitives import pin, uniform
 from tilewise.backends.hopper.products import (
     issue_output,
     issue_scores,
@@ -131,18 +131,23 @@ def load_values(desc, smem, slot, ready, paging, span, head, row, C: gl.constexp
 
 
 @gluon.jit
-def take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C: gl.constexpr):
-    """Take the CTA's next tile from the counter. Dense: send its number to the consumers, too.
+def take_next(counter_ptr, num_entries, lists, pipe, tile_turn, sizes, C: gl.constexpr):
+    """Take the CTA's next tile from the counter: its number and, under a tile mask, its words, which are to be sent
+    after the key loop. Unless places are sent, send the number to the consumers.
 
     Called before the key loop, the atomic's latency is hidden, but the tile taken waits until this one is done. With
     TAKES_LATE it is called after the loop.
     """
+    words = 0
     if C.IS_VARLEN:
         tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
     else:
         tile = take_tile(counter_ptr, sizes.num_tiles, True)
-        pipe.tiles.send(tile_turn, tile)
-    return tile
+        if C.IS_LISTED:
+            tile, words = place_words(lists, tile, sizes)
+        else:
+            pipe.tiles.send(tile_turn, tile)
+    return tile, words
 
 
 @gluon.jit
@@ -162,12 +167,17 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
     if C.IS_VARLEN:
         num_entries = gl.load(work_ptr)
         tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
+    if C.IS_LISTED:
+        tile, first_words = place_words(lists, tile, sizes)
+        pipe.tiles.send(tile_turn, first_words)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 1, C)
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         kv_head = head // sizes.group_size
         if C.IS_LISTED:
-            entries, block, count, _, last, _ = list_at(lists, tile, sizes)
+            entries = list_at(lists, q_span[0], head, tile)
+            count = pipe.tiles.word(tile_turn, 4, 1)
+            last = pipe.tiles.word(tile_turn, 6, 1)
             row = last * BLOCK_N
             following, _ = entry_at(entries, min(1, count - 1))
         else:
@@ -182,7 +192,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, last * BLOCK_N, C)
         q_at = q_at.next()
         if not C.TAKES_LATE:
-            tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
+            tile, words = take_next(counter_ptr, num_entries, lists, pipe, tile_turn, sizes, C)
         for i in range(1, count):
             if C.IS_LISTED:
                 v_row = row
@@ -203,7 +213,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
                 ready = pipe.v_ring.acquire(v_at, V_BYTES)
                 load_values(v_desc, pipe.v_smem, v_at.slot, ready, paging, kv_span, kv_head, v_row, C)
         if C.TAKES_LATE:
-            tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
+            tile, words = take_next(counter_ptr, num_entries, lists, pipe, tile_turn, sizes, C)
         tile_turn = tile_turn.next()
         if not C.IS_LISTED:
             row = (last + 1 - count) * BLOCK_N
@@ -216,6 +226,8 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
         kv_at = kv_at.next()
         if C.IS_VARLEN:
             tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
+        if C.IS_LISTED:
+            pipe.tiles.send(tile_turn, words)
 
 
 # ---- consumer
@@ -240,13 +252,15 @@ def attend_first(
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
     if C.IS_LISTED:
-        words = load_words(lists.bits, kind, row, C)
+        words = load_words(lists.bits, kind, row, 0, C)
     pipe.k_ring.wait(at)
     scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
     pipe.k_ring.release(at)
-    scores = mask_scores(capped(scores, cap_scale, C), row, n_block, seqlen_q, seqlen_k, sizes, C)
+    scores = capped(scores, cap_scale, C)
     if C.IS_LISTED:
-        scores = hide_scores(scores, words, C)
+        scores = hide_scores(scores, words, seqlen_k - n_block * C.BLOCK_N, C)
+    else:
+        scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     row_ref, row_sum = no_rows(C)
     p, factor, row_ref, row_sum, row_top = soften(scores, row_ref, row_sum, scale_log2, True, C)
     if not C.KEEPS_TOP:
@@ -274,7 +288,7 @@ def attend(
     v_at = at
     at = at.next()
     if MASKED and C.IS_LISTED:
-        words = load_words(lists.bits, kind, row, C)
+        words = load_words(lists.bits, kind, row, 0, C)
     pipe.k_ring.wait(at)
     issued_scores = issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)
     if C.MERGE_KV:
@@ -293,9 +307,10 @@ def attend(
         pipe.k_ring.release(at)
     scores = capped(scores, cap_scale, C)
     if MASKED:
-        scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
         if C.IS_LISTED:
-            scores = hide_scores(scores, words, C)
+            scores = hide_scores(scores, words, seqlen_k - n_block * C.BLOCK_N, C)
+        else:
+            scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum, top = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     if C.KEEPS_TOP:
         row_top = gl.maximum(row_top, top)
@@ -353,34 +368,39 @@ def consumer(
     tile_turn = first_turn(C)
     tile = first_tile(pipe.tiles, tile_turn, C)
     kind = 0
-    if C.IS_LISTED:
-        entries, listed_block, count, masked, last, kind = list_at(lists, tile, sizes)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
-        if C.IS_LISTED:
-            block = listed_block
         row = block * BLOCK_M + WARPGROUP * 64
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         seqlen_q = q_span[2]
         seqlen_k = kv_span[2]
-        if not C.IS_LISTED:
-            last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
-
-        # The rightmost tile, then the rest of the right edge, whole tiles, the left edge.
-        # Tiles right of all that these rows see are needed by other rows of the CTA: they are released unread.
-        hidden = hidden_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
-        for _ in range(hidden):
-            at = pass_over(at, pipe, C)
+        hidden = 0
+        if C.IS_LISTED:
+            count = uniform(pipe.tiles.word(tile_turn, 4, 4))
+            masked = uniform(pipe.tiles.word(tile_turn, 5, 4))
+            last = pipe.tiles.word(tile_turn, 6, 4)
+            kind = pipe.tiles.word(tile_turn, 7, 4)
+            entries = list_at(lists, q_span[0], head, tile)
+            n_next, kind_next = entry_at(entries, min(1, count - 1))
+        else:
+            # The rightmost tile, then the rest of the right edge, whole tiles, the left edge.
+            # Tiles right of all that these rows see are needed by other rows of the CTA: they are released unread.
+            last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
+            hidden = hidden_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
+            for _ in range(hidden):
+                at = pass_over(at, pipe, C)
         pipe.q_ring.wait(q_lane)
         acc, acc_rest, p, factor, row_ref, row_sum, row_top = attend_first(
             last - hidden, row, q_lane.slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe,
             C)  # fmt: skip
         if C.IS_LISTED:
-            begin = masked
+            begin = max(masked, 1)
             end = count
             for i in range(1, masked):
-                n_block, kind = entry_at(entries, i)
+                n_block = n_next
+                kind = kind_next
+                n_next, kind_next = entry_at(entries, min(i + 1, count - 1))
                 acc, acc_rest, p, factor, row_ref, row_sum, row_top, at = attend(
                     n_block, row, q_lane.slot, at, acc, acc_rest, p, factor, row_ref, row_sum, row_top, scale_log2,
                     cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe, True, C)  # fmt: skip
@@ -405,8 +425,6 @@ def consumer(
         if not DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
-        if C.IS_LISTED:
-            entries, listed_block, count, masked, last, kind = list_at(lists, tile, sizes)
         if not C.OUT_IN_Q:
             pipe.q_ring.release(q_lane)
         q_at = q_at.next()

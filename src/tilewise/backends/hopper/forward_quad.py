@@ -9,6 +9,8 @@ K_i and V_i share a ring slot and one barrier. The producer stores the next tile
 mailbox before it loads the last pair of a tile. A consumer that has waited for that pair can read the mailbox without
 another barrier. A warpgroup releases tiles unread that only the other one's rows see.
 
+Under a tile mask (listed.py), the two halves of a tile of the mask are two key tiles.
+
 Figures: bench/results/hopper-forward-choices.csv, D64_QUAD.
 """
 
@@ -23,11 +25,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.hopper.channels import make_mailbox, make_ring, start
 from tilewise.backends.hopper.forward import Pipeline, load_keys, load_values, make_parts, store_lse, store_output
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout
+from tilewise.backends.hopper.listed import HALVES, WORD, half_at, hide_scores, list_at, load_words, place_words
 from tilewise.backends.hopper.products import issue_output, issue_scores, load_tile, rescale_output, scale_output
 from tilewise.backends.hopper.schedule import (
     LIST_SLOTS,
     LIST_WORDS,
     announce,
+    first_tile,
     key_tiles,
     listed_words,
     place_at,
@@ -48,7 +52,7 @@ def load_pair(k_desc, v_desc, pipe, at, paging, span, head, row, C: gl.constexpr
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe, C: gl.constexpr):
+def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes, pipe, C: gl.constexpr):
     """Feed the rings."""
     NUM_WARPGROUPS: gl.constexpr = C.NUM_WARPGROUPS
     BLOCK_M: gl.constexpr = 64 * C.NUM_WARPGROUPS
@@ -61,19 +65,33 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
     if C.IS_VARLEN:
         num_entries = gl.load(work_ptr)
         tile = announce(tile, num_entries, work_ptr, pipe.tiles, turn, sizes)
+    if C.IS_LISTED:
+        tile, words = place_words(lists, tile, sizes)
+        pipe.tiles.send(turn, words)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, turn, sizes, C.HAS_RIGHT, 1, C)
         head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 1, C)
         kv_head = head // sizes.group_size
-        last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+        if C.IS_LISTED:
+            entries = list_at(lists, q_span[0], head, tile)
+            count = pipe.tiles.word(turn, 4, 1) * HALVES
+            row = pipe.tiles.word(turn, 6, 1) * (HALVES * BLOCK_N)
+        else:
+            last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+            row = last * BLOCK_N
         for w in gl.static_range(NUM_WARPGROUPS):
             lane = q_at.lane(w, NUM_WARPGROUPS)
             ready = pipe.q_ring.acquire(lane, Q_BYTES)
             load_tile(q_desc, pipe.q_smem, lane.slot, ready, q_span, head, block * BLOCK_M + w * 64, C.D, 0, C)
         q_at = q_at.next()
-        for i in range(count - 1):
-            load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, (last - i) * BLOCK_N, C)
+        for i in range(1, count):
+            if C.IS_LISTED:
+                following, _ = half_at(entries, i)
+            else:
+                following = last - i
+            load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, row, C)
             at = at.next()
+            row = following * BLOCK_N
         # Both warpgroups have released the Q of two tiles ago, so they have read the words that these overwrite.
         turn = turn.next()
         if C.IS_VARLEN:
@@ -82,23 +100,32 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, sizes, pipe,
             pipe.tiles.leave(turn, words)
         else:
             tile = take_tile(counter_ptr, sizes.num_tiles, True)
-            pipe.tiles.leave(turn, tile)
-        load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, (last + 1 - count) * BLOCK_N, C)
+            if C.IS_LISTED:
+                tile, words = place_words(lists, tile, sizes)
+                pipe.tiles.leave(turn, words)
+            else:
+                pipe.tiles.leave(turn, tile)
+        load_pair(k_desc, v_desc, pipe, at, paging, kv_span, kv_head, row, C)
         at = at.next()
 
 
 @gluon.jit
 def attend(
-    n_block, row, q_slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k, sizes, pipe,
-    MASKED: gl.constexpr, C: gl.constexpr,
+    n_block, row, q_slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k, lists, kind, sizes,
+    pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """One key tile, from its scores to its part of O."""
+    """One key tile, from its scores to its part of O. `kind` is that of a tile mask's tile, where there is a mask."""
     P_LAYOUT: gl.constexpr = left_operand_layout(accumulator_layout(C.DV))
+    if MASKED and C.IS_LISTED:
+        words = load_words(lists.bits, kind, row, n_block % HALVES * (C.BLOCK_N // WORD), C)
     pipe.k_ring.wait(at)
     scores = warpgroup_mma_wait(0, deps=[issue_scores(pipe.q_smem, q_slot, pipe.k_smem, at.slot, C)])
     scores = capped(scores, cap_scale, C)
     if MASKED:
-        scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
+        if C.IS_LISTED:
+            scores = hide_scores(scores, words, seqlen_k - n_block * C.BLOCK_N, C)
+        else:
+            scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum, _ = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     acc, _ = rescale_output(acc, 0, factor, C)
     p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
@@ -110,7 +137,7 @@ def attend(
 
 @gluon.jit
 def consumer(
-    out_desc, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pipe, WARPGROUP: gl.constexpr,
+    out_desc, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, lists, sizes, pipe, WARPGROUP: gl.constexpr,
     C: gl.constexpr,
 ):  # fmt: skip
     """Softmax(Q K^T) V for 64 of the CTA's query rows, tile after tile."""
@@ -120,18 +147,24 @@ def consumer(
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
     turn = start(LIST_SLOTS)
-    tile = gl.program_id(0)
-    if C.IS_VARLEN:
-        pipe.tiles.wait(turn)
-        tile = pipe.tiles.word(turn, 0, 4)
+    tile = first_tile(pipe.tiles, turn, C)
+    kind = 0
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
         head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 4, C)
         seqlen_q = q_span[2]
         seqlen_k = kv_span[2]
-        last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
-        hidden, begin, end = seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
+        if C.IS_LISTED:
+            hidden = 0
+            end = pipe.tiles.word(turn, 4, 4) * HALVES
+            begin = pipe.tiles.word(turn, 5, 4) * HALVES
+            last = pipe.tiles.word(turn, 6, 4) * HALVES
+            kind = pipe.tiles.word(turn, 7, 4)
+            entries = list_at(lists, q_span[0], head, tile)
+        else:
+            last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
+            hidden, begin, end = seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
         acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
         row_ref, row_sum = no_rows(C)
@@ -142,18 +175,25 @@ def consumer(
                 at = at.next()
         pipe.q_ring.wait(q_lane)
         for i in range(hidden, begin):
+            if C.IS_LISTED:
+                n_block = last
+                kind_now = kind
+                last, kind = half_at(entries, min(i + 1, end - 1))
+            else:
+                n_block = last - i
+                kind_now = kind
             acc, row_ref, row_sum, at = attend(
-                last - i, row, q_lane.slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
-                sizes, pipe, True, C)  # fmt: skip
+                n_block, row, q_lane.slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k, lists,
+                kind_now, sizes, pipe, True, C)  # fmt: skip
         for i in range(begin, end):
             acc, row_ref, row_sum, at = attend(
                 last - i, row, q_lane.slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
-                sizes, pipe, False, C)  # fmt: skip
+                lists, kind, sizes, pipe, False, C)  # fmt: skip
         if C.HAS_LEFT:
             for i in range(end, count):
                 acc, row_ref, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
-                    sizes, pipe, True, C)  # fmt: skip
+                    lists, kind, sizes, pipe, True, C)  # fmt: skip
 
         head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 4, C)
         turn = turn.next()
@@ -174,7 +214,7 @@ def consumer(
 def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
     """Allocate everything the roles share; k_ring guards the slots of both K_i and V_i."""
     NUM_Q: gl.constexpr = C.Q_STAGES * C.NUM_WARPGROUPS
-    NUM_WORDS: gl.constexpr = LIST_WORDS if C.IS_VARLEN else 1
+    NUM_WORDS: gl.constexpr = LIST_WORDS if C.SENDS_PLACES else 1
     q_smem = make_parts(q_desc, NUM_Q, 64, C.D, 0, C)
     k_smem = make_parts(k_desc, C.NUM_STAGES, C.BLOCK_N, C.D, 0, C)
     v_smem = make_parts(v_desc, C.NUM_STAGES, C.BLOCK_N, C.DV, 0, C)
@@ -187,12 +227,12 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "sizes"],
+    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "lists", "sizes"],
     do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr", "block_table"],
 )
 def forward_quad_kernel(
     q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, max_ptr, counter_ptr,
-    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles. Arguments as forward_kernel's; there are no second column parts."""
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
@@ -200,7 +240,7 @@ def forward_quad_kernel(
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([
-        (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pipe, 0, C)),
-        (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pipe, 1, C)),
-        (producer, (queries, keys, values, counter_ptr, work_ptr, paging, sizes, pipe, C)),
+        (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, lists, sizes, pipe, 0, C)),
+        (consumer, (outputs, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, lists, sizes, pipe, 1, C)),
+        (producer, (queries, keys, values, counter_ptr, work_ptr, paging, lists, sizes, pipe, C)),
     ], [4, 1], [C.CONSUMER_REGS, 24])  # fmt: skip

@@ -64,6 +64,7 @@ class Fp8Config(Fp8Tile):
     HAS_V_BLOCKS: bool = False
     IS_VARLEN: bool = False
     IS_PAGED: bool = False
+    SENDS_PLACES: bool = False
 
 
 def _tile(problem: AttentionProblem, width: int) -> Fp8Tile:
@@ -90,4 +91,5 @@ def fp8_config(problem: AttentionProblem, tile: Fp8Tile | None = None) -> Fp8Con
         HAS_SINKS=problem.has_sinks,
         HAS_V_BLOCKS=problem.scale_blocks[2] is not None,
         IS_VARLEN=problem.kind == "varlen",
+        SENDS_PLACES=problem.kind == "varlen",
     )

@@ -1,10 +1,10 @@
 """Tile masks in the forward and backward kernels: the key tiles of a query block (the query tiles of a key block) come
 from a list instead of a range.
 
-Forward: a block of 128 queries and a tile of 128 keys are one tile of the mask. A list (see tiles.lists_of) has the
+Forward: a block of 128 queries and one or two key tiles are one tile of the mask. A list (see tiles.lists_of) has the
 tiles that need a mask first: those with bits, and the last tile of keys, which may not be whole. The kernel visits them
 in the loop with a mask, and all others in the loop without one. A list has at least one tile, which hides everything if
-the block sees nothing.
+the block sees nothing. The producer reads where a list lies and how it begins, and sends that to the consumers.
 
 Backward: a block of 128 keys and one or two query tiles are one tile of the mask. The lists of a K/V head's query heads
 may differ; the first one decides which block comes next. A list may be empty.
@@ -21,12 +21,16 @@ from triton.experimental.gluon import language as gl
 
 from tilewise import tiles
 from tilewise.backends.hopper.layouts import accumulator_layout
-from tilewise.backends.hopper.primitives import NEG_INF
-from tilewise.backends.hopper.schedule import place_of
+from tilewise.backends.hopper.primitives import NEG_INF, only_seen
+from tilewise.backends.hopper.schedule import LIST_WORDS, place_of
+from tilewise.backends.hopper.scores import over, quads
 
 TILE, WORD, FULL = gl.constexpr(tiles.TILE), gl.constexpr(tiles.WORD), gl.constexpr(tiles.FULL)
 # Words of a tile's bits, and of a list before its entries.
 TILE_WORDS, HEADER = gl.constexpr(tiles.WORDS * tiles.TILE), gl.constexpr(tiles.GROUPS_HEADER)
+
+# Key tiles of 64 in a tile of the mask.
+HALVES = gl.constexpr(2)
 
 
 class Lists(NamedTuple):
@@ -42,17 +46,30 @@ class Lists(NamedTuple):
 
 
 @gluon.jit
-def list_at(lists, tile, sizes):
-    """(list, block, number of tiles, number of those with a mask, first tile, its kind) of the block with a number;
-    of another one past the last number.
-    """
-    rank, item = place_of(gl.where(tile < sizes.num_tiles, tile, 0), sizes, False)
-    batch_idx = item // sizes.num_heads
-    head = item - batch_idx * sizes.num_heads
+def list_at(lists, batch_idx, head, number):
+    """A list by its number: of a row of tiles the rank, of a column the column."""
     first = batch_idx.to(gl.int64) * lists.stride_batch + head.to(gl.int64) * lists.stride_head
-    entries = lists.ptr + first + rank.to(gl.int64) * lists.stride_row
-    n_block, kind = entry_at(entries, 0)
-    return entries, gl.load(entries), gl.load(entries + 1), gl.load(entries + 2), n_block, kind
+    return lists.ptr + first + number.to(gl.int64) * lists.stride_row
+
+
+@gluon.jit
+def place_words(lists, tile, sizes):
+    """(rank, words for the mailbox) of the block of queries with a number; past the last one, the rank is num_tiles.
+
+    The words are the rank, the block, its item and sequence, its tiles, those with a mask, the first one and its kind.
+    """
+    WORDS: gl.constexpr = LIST_WORDS
+    exists = tile < sizes.num_tiles
+    rank, item = place_of(gl.where(exists, tile, 0), sizes, False)
+    batch_idx = item // sizes.num_heads
+    entries = list_at(lists, batch_idx, item - batch_idx * sizes.num_heads, rank)
+    words = gl.arange(0, WORDS, gl.BlockedLayout([1], [32], [1], [0]))
+    # Where the list has words 1 and 4 to 7.
+    at = gl.where(words < 4, 0, gl.where(words < 6, words - 3, words - 2))
+    listed = gl.load(entries + at)
+    rank = gl.where(exists, rank, sizes.num_tiles)
+    listed = gl.where(words == 0, rank, gl.where(words == 2, item, gl.where(words == 3, batch_idx, listed)))
+    return rank, listed
 
 
 @gluon.jit
@@ -63,10 +80,10 @@ def entry_at(entries, index):
 
 
 @gluon.jit
-def column_at(lists, batch_idx, head, column):
-    """The list of a column of tiles. Its first word is the column with this rank among the longest."""
-    first = batch_idx.to(gl.int64) * lists.stride_batch + head.to(gl.int64) * lists.stride_head
-    return lists.ptr + first + column.to(gl.int64) * lists.stride_row
+def half_at(entries, step):
+    """(half of a tile, kind of the tile) of a step over halves."""
+    tile, kind = entry_at(entries, step // HALVES)
+    return tile * HALVES + step % HALVES, kind
 
 
 @gluon.jit
@@ -129,25 +146,58 @@ def hide_transposed(p, words, first_key, seqlen_k, C: gl.constexpr):
 
 
 @gluon.jit
-def load_words(bits, kind, row, C: gl.constexpr):
-    """The bits of 64 queries from `row` on, in words of 32 keys: all of them in a full tile, none in an empty one."""
+def load_words(bits, kind, row, first_word, C: gl.constexpr):
+    """The bits of 64 queries from `row` on for BLOCK_N keys from a word of 32 on: all of them in a full tile, none in
+    an empty one. Four tensors; for 64 keys the last two are not used.
+    """
     rows = gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
-    at = bits + kind.to(gl.int64) * TILE_WORDS + (row % TILE + rows)
+    at = bits + kind.to(gl.int64) * TILE_WORDS + (first_word * TILE + row % TILE + rows)
     has_bits = (kind >= 0) & (rows >= 0)
-    whole = gl.where(kind == FULL, -1, 0)
-    first = gl.load(at, mask=has_bits, other=0) | whole
-    second = gl.load(at + TILE, mask=has_bits, other=0) | whole
-    third = gl.load(at + 2 * TILE, mask=has_bits, other=0) | whole
-    fourth = gl.load(at + 3 * TILE, mask=has_bits, other=0) | whole
+    # Not combined with what is loaded, which would wait for it.
+    whole = gl.where(kind == FULL, -1, rows * 0)
+    first = gl.load(at, mask=has_bits, other=whole)
+    second = gl.load(at + TILE, mask=has_bits, other=whole)
+    third = second
+    fourth = second
+    if C.BLOCK_N == TILE:
+        third = gl.load(at + 2 * TILE, mask=has_bits, other=whole)
+        fourth = gl.load(at + 3 * TILE, mask=has_bits, other=whole)
     return first, second, third, fourth
 
 
 @gluon.jit
-def hide_scores(scores, words, C: gl.constexpr):
-    """Scores with -inf where a bit is 0."""
-    cols = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, accumulator_layout(C.BLOCK_N)))
-    group = (cols // WORD)[None, :]
-    word = gl.where(group == 0, words[0][:, None], words[1][:, None])
-    word = gl.where(group == 2, words[2][:, None], word)
-    word = gl.where(group == 3, words[3][:, None], word)
-    return gl.where(((word >> (cols % WORD)[None, :]) & 1) != 0, scores, NEG_INF)
+def thread_word(word, keys, x):
+    """The bits of `keys` keys, 32 at most, in a word of each row, for the elements of `x`, scores in quads. Lowest is
+    the bit of a thread's first column of 32.
+    """
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))
+    some = (1 << min(max(keys, 0), WORD - 1)) - 1
+    word = gl.where(keys < WORD, word & some, word)
+    threads = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))
+    return over(gl.convert_layout(word, gl.SliceLayout(1, LAYOUT))[:, None] >> (2 * threads)[None, :], x)
+
+
+@gluon.jit
+def hide_scores(scores, words, keys, C: gl.constexpr):
+    """Scores with -inf where a bit is 0, and past the first `keys` keys."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    x = quads(scores, BLOCK_N)
+    COLUMNS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, x.type.layout))
+    PAIRS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, x.type.layout))
+    # A thread has two columns in each group of eight, and a word has four groups.
+    group = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, COLUMNS))[None, :][:, :, None][:, :, :, None]
+    first = thread_word(words[0], keys, x)
+    second = thread_word(words[1], keys - WORD, x)
+    word = gl.where(group // 4 == 0, first, second)
+    if BLOCK_N == TILE:
+        word = gl.where(group // 4 == 2, thread_word(words[2], keys - 2 * WORD, x), word)
+        word = gl.where(group // 4 == 3, thread_word(words[3], keys - 3 * WORD, x), word)
+    if BLOCK_N == TILE:
+        # All ones where a pair is seen. Fewer instructions, as for 64 keys, would spill next to two accumulators.
+        pair = gl.arange(0, 2, gl.SliceLayout(0, PAIRS))[None, :][:, None, :][:, :, None, :]
+        seen = (word << (WORD - 1 - group % 4 * 8 - pair)) >> (WORD - 1)
+        hidden = gl.cast(gl.full([1, 1, 1, 1], NEG_INF, gl.float32, x.type.layout), gl.int32, bitcast=True)
+        x = gl.cast((gl.cast(x, gl.int32, bitcast=True) & seen) | (hidden & ~seen), gl.float32, bitcast=True)
+    else:
+        x = only_seen(x, word, BLOCK_N // 2)
+    return gl.convert_layout(gl.reshape(x, [64, BLOCK_N]), accumulator_layout(BLOCK_N))

@@ -234,6 +234,38 @@ def unless_one(x, y, COUNT: gl.constexpr):
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, y], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
+@gluon.constexpr_function
+def _seen_asm(count):
+    words = range(count // 16)
+    late = "abs.f32 x, $0; min.f32 x, x, 0f00000000; mov.b32 z, x; " + " ".join(
+        f"or.b32 w{2 * k + row}, ${2 * count + 16 * k + 2 * row}, z;" for k in words for row in (0, 1)
+    )
+    steps = " ".join(
+        f"and.b32 z, w{i // 16 * 2 + i // 2 % 2}, {1 << (i // 4 % 4 * 8 + i % 2)}; setp.ne.s32 p, z, 0; "
+        f"selp.f32 ${i}, ${i}, 0fFF800000, p;"
+        for i in range(count)
+    )
+    return f"{{ .reg .pred p; .reg .f32 x; .reg .b32 z, w<{2 * len(words)}>; {late} {steps} }}"
+
+
+@gluon.constexpr_function
+def _seen_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * count)
+
+
+@gluon.jit
+def only_seen(x, words, COUNT: gl.constexpr):
+    """x, or -inf where a bit of words is 0. A thread has COUNT registers of x, in accumulator order as in unless_one;
+    its bits for a row and 32 columns are bits 0, 1, 8, 9, 16, 17, 24 and 25 of one word.
+
+    The words seem to depend on x: the smaller of |x| and 0 is added, which is 0. Otherwise ptxas tests the bits while
+    x is still being multiplied, and as there are only seven predicates, packs the results into words again.
+    """
+    ASM: gl.constexpr = _seen_asm(COUNT)
+    CONSTRAINTS: gl.constexpr = _seen_constraints(COUNT)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, words], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
 @gluon.jit
 def load_acquire(at):
     """Load a 32-bit integer with acquire order: what was published before it was written is visible afterwards."""

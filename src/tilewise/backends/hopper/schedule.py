@@ -6,7 +6,7 @@ Heads are walked in waves whose K and V fit into L2.
 
 Packed sequences have different numbers of blocks. A small kernel lists the blocks first (gpu/work_list.py), heavy ones
 first. A tile is then an entry of the list and a head. The producer sends its words through the mailbox, so that no
-consumer searches for the sequence.
+consumer searches for the sequence. Under a tile mask the forward sends words, too (listed.place_words).
 
 Figures: bench/results/hopper-forward-choices.csv and hopper-backward-choices.csv.
 """
@@ -83,8 +83,8 @@ def _place(tile, num_blocks, sizes, ENDING: gl.constexpr = 1):
 
 @gluon.jit
 def make_tiles(NUM_CONSUMERS: gl.constexpr, C: gl.constexpr):
-    """The mailbox for tiles: a number or, for packed sequences, the words of a list entry."""
-    if C.IS_VARLEN:
+    """The mailbox for tiles: a number or, if places are sent, the words of a list entry."""
+    if C.SENDS_PLACES:
         return make_mailbox(NUM_CONSUMERS, LIST_SLOTS, LIST_WORDS)
     else:
         return make_mailbox(NUM_CONSUMERS, 1, 1)
@@ -93,7 +93,7 @@ def make_tiles(NUM_CONSUMERS: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def first_turn(C: gl.constexpr):
     """The cursor with which a role starts in the mailbox."""
-    if C.IS_VARLEN:
+    if C.SENDS_PLACES:
         return start(LIST_SLOTS)
     else:
         return start(1)
@@ -103,7 +103,7 @@ def first_turn(C: gl.constexpr):
 def first_tile(tiles, at, C: gl.constexpr):
     """Consumer: the CTA's first tile."""
     tile = gl.program_id(0)
-    if C.IS_VARLEN:
+    if C.SENDS_PLACES:
         tiles.wait(at)
         tile = tiles.word(at, 0, 4)
     return tile
@@ -112,7 +112,7 @@ def first_tile(tiles, at, C: gl.constexpr):
 @gluon.jit
 def following_tile(tiles, at, C: gl.constexpr):
     """Consumer: the next tile and its cursor in the mailbox. Releases this tile's words."""
-    if C.IS_VARLEN:
+    if C.SENDS_PLACES:
         tiles.release(at)
         following = at.next()
         tiles.wait(following)
@@ -164,8 +164,8 @@ def place_at(
     tile, tiles, at, sizes, LAST_FIRST: gl.constexpr, NUM_WARPS: gl.constexpr, C: gl.constexpr,
     ENDING: gl.constexpr = 1,
 ):  # fmt: skip
-    """(block, item) of a tile: from its words at `at` in the mailbox or, dense, from its number."""
-    if C.IS_VARLEN:
+    """(block, item) of a tile: from its words at `at` in the mailbox or from its number."""
+    if C.SENDS_PLACES:
         return tiles.word(at, 1, NUM_WARPS), tiles.word(at, 2, NUM_WARPS)
     else:
         return place_of(tile, sizes, LAST_FIRST, ENDING)
@@ -179,7 +179,7 @@ def spans_at(item, tiles, at, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
         queries = batch_idx, tiles.word(at, 4, NUM_WARPS), tiles.word(at, 5, NUM_WARPS)
         return item, queries, (batch_idx, tiles.word(at, 6, NUM_WARPS), tiles.word(at, 7, NUM_WARPS))
     else:
-        batch_idx = item // sizes.num_heads
+        batch_idx = tiles.word(at, 3, NUM_WARPS) if C.SENDS_PLACES else item // sizes.num_heads
         head = item - batch_idx * sizes.num_heads
         return head, (batch_idx, 0, sizes.seqlen_q), (batch_idx, 0, sizes.seqlen_k)
 
