@@ -326,9 +326,8 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
     d, d_rest = column_parts(problem.head_dim)
     dv, dv_rest = column_parts(problem.head_dim_v)
     out_fits_q = dv == d and dv_rest in (0, d_rest)
-    is_lazy = tile.IS_LAZY and not (tile.SHARES_ROWS and problem.max_logits)
     return ForwardConfig(
-        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q, "IS_LAZY": is_lazy},
+        **{**vars(tile), "OUT_IN_Q": tile.OUT_IN_Q and out_fits_q},
         D=d,
         D_REST=d_rest,
         DV=dv,
@@ -345,7 +344,7 @@ def forward_config(problem: AttentionProblem) -> ForwardConfig:
         CHUNK=math.gcd(problem.page_size or 0, tile.BLOCK_N),
         EXACT=problem.scale >= LARGE_SCALE and problem.softcap is None,
         IS_LISTED=problem.tiles_shape is not None,
-        KEEPS_TOP=is_lazy and problem.max_logits,
+        KEEPS_TOP=tile.IS_LAZY and problem.max_logits,
         SENDS_PLACES=problem.kind != "dense" or problem.tiles_shape is not None,
     )
 

@@ -139,8 +139,8 @@ def hand_over(p, factor, turn, pipe):
 
 @gluon.jit
 def attend(
-    n_block, row, q_at, k_at, v_at, turn, acc, factor, row_ref, row_sum, scale_log2, cap_scale, seqlen_q, seqlen_k,
-    sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
+    n_block, row, q_at, k_at, v_at, turn, acc, factor, row_ref, row_sum, row_top, scale_log2, cap_scale, seqlen_q,
+    seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile: S_i, then O += P_{i-1} V_{i-1}, which the softmax of S_i overlaps.
 
@@ -154,13 +154,15 @@ def attend(
     scores = capped(scores, cap_scale, C)
     if MASKED:
         scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
-    p, factor, row_ref, row_sum, _ = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
+    p, factor, row_ref, row_sum, top = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
+    if C.KEEPS_TOP:
+        row_top = gl.maximum(row_top, top)
     turn = turn.next()
     hand_over(p, factor, turn, pipe)
     if not MASKED:
         acc = warpgroup_mma_wait(0, deps=[acc])
     pipe.v_ring.release(v_at)
-    return acc, factor, row_ref, row_sum, k_at.next(), v_at.next(), turn
+    return acc, factor, row_ref, row_sum, row_top, k_at.next(), v_at.next(), turn
 
 
 @gluon.jit
@@ -187,24 +189,26 @@ def left(out_desc, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pi
         k_at = k_at.next()
         scores = mask_scores(scores, row, last, seqlen_q, seqlen_k, sizes, C)
         row_ref, row_sum = no_rows(C)
-        p, factor, row_ref, row_sum, _ = soften(scores, row_ref, row_sum, scale_log2, True, C)
+        p, factor, row_ref, row_sum, row_top = soften(scores, row_ref, row_sum, scale_log2, True, C)
+        if not C.KEEPS_TOP:
+            row_top = 0
         hand_over(p, factor, turn, pipe)
         acc = gl.zeros([64, DV], gl.float32, accumulator_layout(DV))
         begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C, C.IS_LAZY)
         if C.HAS_RIGHT:
             for i in range(1, begin):
-                acc, factor, row_ref, row_sum, k_at, v_at, turn = attend(
-                    last - i, row, q_at, k_at, v_at, turn, acc, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                acc, factor, row_ref, row_sum, row_top, k_at, v_at, turn = attend(
+                    last - i, row, q_at, k_at, v_at, turn, acc, factor, row_ref, row_sum, row_top, scale_log2,
+                    cap_scale, seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
         for i in range(begin, end):
-            acc, factor, row_ref, row_sum, k_at, v_at, turn = attend(
-                last - i, row, q_at, k_at, v_at, turn, acc, factor, row_ref, row_sum, scale_log2, cap_scale,
-                seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
+            acc, factor, row_ref, row_sum, row_top, k_at, v_at, turn = attend(
+                last - i, row, q_at, k_at, v_at, turn, acc, factor, row_ref, row_sum, row_top, scale_log2,
+                cap_scale, seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
         if C.HAS_LEFT:
             for i in range(end, count):
-                acc, factor, row_ref, row_sum, k_at, v_at, turn = attend(
-                    last - i, row, q_at, k_at, v_at, turn, acc, factor, row_ref, row_sum, scale_log2, cap_scale,
-                    seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                acc, factor, row_ref, row_sum, row_top, k_at, v_at, turn = attend(
+                    last - i, row, q_at, k_at, v_at, turn, acc, factor, row_ref, row_sum, row_top, scale_log2,
+                    cap_scale, seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
 
         # The last P V overlaps everything that does not depend on it.
         pipe.q_ring.release(q_at)
@@ -213,8 +217,8 @@ def left(out_desc, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pi
         acc = issue_part(rescale(acc, factor, C.DV, C), v_at, turn, pipe, 0, C)
         head, q_span, _ = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
-        if max_ptr is not None:  # which makes the softmax eager
-            raise_max(row_ref, max_ptr, item, row, seqlen_q, scale_log2, sizes, C)
+        if max_ptr is not None:
+            raise_max(row_top if C.KEEPS_TOP else row_ref, max_ptr, item, row, seqlen_q, scale_log2, sizes, C)
         row_ref, row_sum = whole_rows(row_ref, row_sum, scale_log2, C)
         normaliser, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         turn = turn.next()
