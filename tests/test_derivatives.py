@@ -1,6 +1,8 @@
 """Tangents and second derivatives: against finite differences, plain torch, and one another."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -379,3 +381,21 @@ def test_who_computes_them_on_a_gpu(
     assert backend == computed_by
     name, text = reason
     assert text in dict(rejected)[name]
+
+
+def test_an_op_of_gradients_that_is_called_by_name_has_derivatives() -> None:
+    """In a process in which nothing else was called, as of a graph that another process made."""
+    code = """
+import torch
+import tilewise
+q, k, v, dout = (torch.randn(1, 2, 8, 16) for _ in range(4))
+ops, flags = torch.ops.tilewise, tilewise.operands.Flags()
+out, lse = ops.dense.default(q, k, v, *(None,) * (len(tilewise.derivatives.operand_names("dense")) - 3), *flags)
+leaves = [t.requires_grad_() for t in (q, dout)]
+rest = (None,) * (len(tilewise.derivatives.operand_names("dense")) - 3)
+found = ops.dense_backward.default(dout, None, out, lse, [True, True, True, False, False], q, k, v, *rest, *flags)
+(found[0].square().sum() + found[1].square().sum()).backward()
+print(*(bool(t.grad.abs().sum() > 0) for t in leaves))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]

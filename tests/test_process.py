@@ -92,7 +92,7 @@ calls = {
     "PagedKVCache": lambda: cached(torch.float32),
     "PagedKVCache of e4m3": lambda: cached(torch.float8_e4m3fn),
     "vmap": lambda: [torch.vmap(tw.attention)(*(torch.stack([t, t]) for t in (q, k, v)))],
-    "torch itself": lambda: [bias * 2.0, bias.bfloat16(), q @ k.mT],
+    "torch itself": lambda: [bias * 2.0, bias.bfloat16()],
 }
 """
 

@@ -532,6 +532,8 @@ def register(library: torch.library.Library, kind: Kind) -> None:
     saved = f"Tensor? dout, Tensor? dlse, {results}, bool[] wanted"
     define(library, kind, "_tangent", f"Tensor? out, Tensor? lse, {given}", results, _tangent, _tangent_fake)
     define(library, kind, "_twice", f"{saved}, {given}", gradients, _twice, _twice_fake)
+    for suffix in LATE:
+        differentiate_late(library, kind, suffix)
 
 
 def define(
@@ -551,7 +553,7 @@ def define(
 
 @device.constant_in_traces
 def _complete(kind: Kind, suffix: str) -> bool:
-    """Register vmap and autograd of an op, once. Autograd calls from threads of its own."""
+    """Register vmap of an op, once. Autograd calls from threads of its own. Before, torch would loop over samples."""
     with _registering:
         return _completed(kind, suffix)
 
@@ -559,12 +561,30 @@ def _complete(kind: Kind, suffix: str) -> bool:
 @functools.cache
 def _completed(kind: Kind, suffix: str) -> bool:
     name = f"{kind}{suffix}"
-    rule, save, pull = LATE[suffix]
-    of_samples = functools.partial(batching.vmapped, operand_names(kind), name, rule)
-    torch.library.register_vmap(f"tilewise::{name}", of_samples)
-    setup = None if save is None else functools.partial(save, kind)
-    torch.library.register_autograd(f"tilewise::{name}", functools.partial(pull, kind), setup_context=setup)
+    rule = functools.partial(batching.vmapped, operand_names(kind), name, LATE[suffix][0])
+    torch.library.register_vmap(f"tilewise::{name}", rule)
     return True
+
+
+def differentiate_late(library: torch.library.Library, kind: Kind, suffix: str) -> None:
+    """Register the derivative of an op. What torch.library.register_autograd makes of it, which takes long, is made
+    when the op is first called.
+    """
+    library.impl(f"{kind}{suffix}", functools.partial(_differentiable, kind, suffix), "Autograd", with_keyset=True)
+
+
+def _differentiable(kind: Kind, suffix: str, *args: Any, **more: Any) -> Any:
+    return _with_derivative(kind, suffix)(*args, **more)
+
+
+@functools.cache
+def _with_derivative(kind: Kind, suffix: str) -> Callable[..., Any]:
+    _, save, pull = LATE[suffix]
+    setup = None if save is None else functools.partial(save, kind)
+    rules: Any = torch._library.autograd  # noqa: SLF001
+    op = getattr(torch.ops.tilewise, f"{kind}{suffix}").default
+    made: Callable[..., Any] = rules.make_autograd_impl(op, rules.Info(functools.partial(pull, kind), setup))
+    return made
 
 
 def _save_tangent_op(kind: Kind, ctx: Any, inputs: tuple[Any, ...], output: Four) -> None:
@@ -611,8 +631,8 @@ def _pull_backward_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple
     return (ddout, ddlse, None, None, None, *[result.get(name) for name in names], *[None for _ in ctx.flags])
 
 
-# Rules of ops that are registered on first use, because that takes as long as half of `import tilewise`: of vmap, what
-# is saved, and the derivative.
+# Rules of ops that torch gets on first use, because that takes as long as half of `import tilewise`: of vmap, what is
+# saved, and the derivative.
 LATE: dict[str, tuple[Callable[..., Any], Callable[..., None] | None, Callable[..., Any]]] = {
     "_backward": (batching.backward_rule, _save_backward_op, _pull_backward_op),
     "_tangent": (batching.tangent_rule, _save_tangent_op, _pull_tangent_op),

@@ -159,6 +159,12 @@ def test_8_bit_pages(case: Case, page_size: int, several: bool, codes: torch.dty
     pages = torch.arange(operands.k.shape[0])[:, None, None, None]
     k, v = (fp8.quantize_pages(t * 10.0 ** (pages % 3 - 1), dtype=codes) for t in (operands.k, operands.v))
     v.scale[::3] *= -1.0
+    unused = torch.ones(len(v.scale), dtype=torch.bool)
+    assert operands.block_table is not None
+    assert case.lengths is not None
+    for row, length in zip(operands.block_table, case.lengths[1], strict=True):
+        unused[row[: -(-length // page_size)].long()] = False
+    k.scale[unused] = v.scale[unused] = float("nan")
     operands = operands._replace(k=k.data, v=v.data, k_scale=k.scale, v_scale=v.scale)
     if not several:
         operands = operands._replace(cu_seqlens_q=None)

@@ -257,6 +257,27 @@ def check_forward(case: Case, emulated: Callable[[str], Any]) -> None:
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 
+def overflowing(operands: Operands, keys: slice) -> Operands:
+    """Some keys whose scores overflow to -inf in fp32, for all queries."""
+    q, k = operands.q.clone(), operands.k.clone()
+    q[..., -1], k[..., -1] = 1e30, 0.0
+    k[..., keys, -1] = -1e30
+    return operands._replace(q=q, k=k)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_minus_infinity_weigh_nothing(head_dim: int, causal: bool, emulated: Callable[[str], Any]) -> None:
+    """The tiles that a row sees first have no other scores."""
+    MODE.late_loads = False
+    case = Case(head_dim, heads=(1, 1), seqlens=(130, 600), causal=causal)
+    operands = overflowing(case.inputs(), slice(300, None))
+    out, lse = emulated("launch").run_forward(case.problem, operands)
+    ref, ref_lse = expected(case, operands)
+    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
 # The last one has a scale from which on scores of any size are right.
 LARGEST = (
     "d64 fewer keys", "d64 three warpgroups", "d128 rising", "d192 causal", "d256 causal", "d512 rising", "sinks",

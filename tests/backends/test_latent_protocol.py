@@ -14,7 +14,7 @@ import torch
 from gluon_emulator import MODE, PACKAGE
 from sampling import sampled
 from test_decode_protocol import check
-from test_hopper_protocol import Case, in_pages
+from test_hopper_protocol import Case, in_pages, overflowing
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
@@ -83,6 +83,13 @@ def test_many_sequences(attend: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.decode_schedule"), "SCAN", 2)
     case = Case(**WIDTHS, heads=(20, 1), lengths=((0, 1, 0, 2, 1, 1, 0), (9, 300, 5, 70, 0, 129, 400)), causal=True)
     problem, operands = latent(case.problem, case.inputs())
+    check(case, operands, *attend(problem, operands))
+
+
+def test_scores_of_minus_infinity_weigh_nothing(attend: Callable[..., Any]) -> None:
+    MODE.late_loads = False
+    case = Case(**WIDTHS, heads=(16, 1), seqlens=(1, 300))
+    problem, operands = latent(case.problem, overflowing(case.inputs(), slice(0, 64)))
     check(case, operands, *attend(problem, operands))
 
 

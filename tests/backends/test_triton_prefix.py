@@ -186,7 +186,7 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
     both, given, (exact_k, exact_v) = own_and_prefixes(batch, unread)
     both._allocate = poisoned
     counters = torch.zeros(both.num_counters, dtype=torch.int32)
-    monkeypatch.setattr(both, "_counters", SimpleNamespace(current=lambda _: counters))
+    monkeypatch.setattr(both, "_counters", SimpleNamespace(current=lambda *_: counters))
     assert both.made == ("out", "lse")[: 2 - len(unread)]
     # Few splits are merged by the program that comes last, many by a kernel for that.
     names = [call.kernel.__name__ for call in both.calls]

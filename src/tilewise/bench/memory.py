@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import tempfile
@@ -12,26 +13,40 @@ from typing import Any
 
 import torch
 
+from tilewise.settings import quiet_profiler
+
 Run = Callable[[], object]
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # Linux: resets the high-water mark of resident memory.
 RESET_PEAK = "5"
+# Bytes that are allocated twice, to see whether they are returned in between.
+PROBE = 4 << 20
 
 
 def memory_method() -> str:
     """How `peak_extra_memory` measures on this system, in words."""
-    return "peak resident memory of the process" if _resettable() else "peak of torch's allocations"
+    return "peak resident memory of the process" if _sees_every_call() else "peak of torch's allocations"
 
 
 def peak_extra_memory(run: Run) -> int:
     """Bytes that a call holds at its peak beyond what the process held before, its result included.
 
     On Linux, if permitted, this is the process's high-water mark of resident memory, reset before the call: it sees
-    every allocation, torch's or not. Elsewhere it is what torch allocated.
+    every allocation, torch's or not. Elsewhere, and where torch keeps what it frees (on ARM processors), it is what
+    torch allocated.
     """
     gc.collect()
-    return _resident_peak(run) if _resettable() else torch_peak(run)
+    return _resident_peak(run) if _sees_every_call() else torch_peak(run)
+
+
+@functools.cache
+def _sees_every_call() -> bool:
+    """Whether the high-water mark shows memory that an earlier call had freed."""
+    if not _resettable():
+        return False
+    peaks = [_resident_peak(lambda: torch.ones(PROBE, dtype=torch.uint8)) for _ in range(2)]
+    return min(peaks) > PROBE // 2
 
 
 def _resettable() -> bool:
@@ -62,7 +77,10 @@ def _status_bytes(field: str) -> int:
 
 def torch_peak(run: Run) -> int:
     """The most that torch's CPU allocator held at once during a call, from its allocation events."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with (
+        quiet_profiler(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+    ):
         result = run()
     del result
     with tempfile.TemporaryDirectory() as folder:

@@ -18,33 +18,28 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilewise import dispatch, settings
+from tilewise import calls, dispatch, settings
+from tilewise import device as devices
 from tilewise.backends.base import Rotating
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.rounding import encode
 from tilewise.kv.book import within
 from tilewise.kv.quantised import append_quantised
-from tilewise.kv.rotated_arguments import (
-    DTYPES,
-    MAX_SIGNATURES,
-    Step,
-    check_arguments,
-    check_memory,
-    check_pages,
-    is_dense,
-)
+from tilewise.kv.rotated_arguments import DTYPES, Step, check_arguments, check_memory, check_pages, is_dense
 from tilewise.kv.writing import write_rows
 
 # Rows that a CPU rotates at a time.
 ROWS = 64
-# The launch of a call, by signature and addresses.
+# The launch of a call, by signature and addresses; as many as layers times batch sizes of an engine.
+MAX_BOUND = 4096
 _bound: dict[Any, Callable[[Sequence[Tensor | None]], object]] = {}
 
 
@@ -143,8 +138,8 @@ def append_rotated(
             run = backend.bind_rotated(packed, interleaved=interleaved, norm_eps=eps, in_place=in_place)
             run(packed)
             if key is not None and _places(packed) == _places(step):
-                if len(_bound) >= MAX_SIGNATURES:
-                    _bound.clear()
+                if len(_bound) >= MAX_BOUND:
+                    _bound.pop(next(iter(_bound)))  # the oldest
                 _bound[key] = run
         else:
             _append(step, interleaved, norm_eps, on_host=plain and q.device.type == "cpu")
@@ -153,9 +148,11 @@ def append_rotated(
 
 def _signature(tensors: Sequence[Tensor | None], *options: object) -> Any:
     """Everything that checks and launches depend on; None where they depend on more."""
-    if torch.compiler.is_compiling() or settings.current().check_values:
+    if calls.is_watched() or settings.current().check_values or options[-1].__class__ not in (float, int, NoneType):
         return None
-    found: list[object] = [torch.is_grad_enabled(), *options, options[-1].__class__]  # 1 and True are equal
+    if options[0].__class__ is not bool:
+        return None
+    found: list[object] = [torch.is_grad_enabled(), devices.override(), *options]
     for t in tensors:
         if t is None:
             found.append(None)

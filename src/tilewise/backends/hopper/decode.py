@@ -313,12 +313,11 @@ def scales_of(scales, pages, head, row, seqlen_k, C: gl.constexpr):
 
 @gluon.jit
 def scale_of(scale, pages, head, keys, seqlen_k, C: gl.constexpr):
-    """One of both. Past the end int8 pages may have any scale."""
+    """One of both. Past the end there may be any scale."""
     at = scale[0] + pages.to(gl.int64) * scale[1] + head * scale[2]
     if C.IS_INT8:
-        return gl.load(at + keys % C.PAGE_SIZE * scale[3], mask=keys < seqlen_k, other=1.0)
-    else:
-        return gl.load(at)
+        at += keys % C.PAGE_SIZE * scale[3]
+    return gl.load(at, mask=keys < seqlen_k, other=1.0)
 
 
 @gluon.jit

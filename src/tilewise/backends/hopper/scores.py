@@ -120,23 +120,19 @@ def no_rows(C: gl.constexpr):
 
 @gluon.jit
 def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.constexpr):
-    """One tile of the online softmax: (P, factor that rescales O so far, row_ref, row_sum, the tile's maxima).
-
-    Not MASKED: every row must have seen a key before.
-    """
+    """One tile of the online softmax: (P, factor that rescales O so far, row_ref, row_sum, the tile's maxima)."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     top = gl.max(scores, axis=1)
     top = beside(top * row_scale(top * scale_log2, scale_log2, C), row_sum)
     if C.IS_LAZY and not MASKED:
         grows = top > row_ref + 8.0
         new_ref = gl.where(grows, top, row_ref)
-        shift = new_ref
-        factor = gl.where(grows, exp2(row_ref - new_ref), 1.0)
     else:
         new_ref = gl.maximum(row_ref, top)
-        # Only a masked tile can leave a row without any key so far.
-        shift = gl.where(new_ref == NEG_INF, 0.0, new_ref) if MASKED else new_ref
-        factor = exp2(row_ref - shift)
+    shift = gl.where(new_ref == NEG_INF, 0.0, new_ref)  # no key so far, or only scores of -inf
+    factor = exp2(row_ref - shift)
+    if C.IS_LAZY and not MASKED:
+        factor = gl.where(grows, factor, 1.0)
     x = quads(scores, BLOCK_N)
     x = x * over(row_scale(new_ref, scale_log2, C), x) - over(shift, x)
     p = gl.convert_layout(gl.reshape(exp2(x), [64, BLOCK_N]), accumulator_layout(BLOCK_N))
