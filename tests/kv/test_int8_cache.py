@@ -9,6 +9,7 @@ import tilewise as tw
 from tilewise import InvalidProblem, Unsupported, fp8, kv
 from tilewise.fp8.rounding import encode_rows
 from tilewise.kv.quantised import append_quantised, new_scales
+from tilewise.kv.writing import write_rows
 
 HEADS, DIM = 2, 16
 Attended = torch.Tensor | fp8.Fp8Tensor
@@ -208,3 +209,22 @@ def test_refusals() -> None:
             q.detach(), rows(1, 0), rows(1, 1), k.data, v.data, torch.tensor([0]), torch.tensor([0]),
             kv.rotary_table(4, DIM, device="cpu"), k_scale=scales[0][:, 0], v_scale=scales[1],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int8])
+def test_a_slot_past_the_pages_is_refused_on_a_cpu(dtype: torch.dtype) -> None:
+    """Written, it would change other memory. The first call is refused, and one whose signature was seen before."""
+    pages = torch.zeros(2, 3, 4, 2, 16).to(dtype)
+    rows = torch.randn(2, 5, 2, 16)
+    scales = torch.ones(2, 3, 2, 4) if dtype == torch.int8 else torch.ones(2, 3, 2)
+
+    def write(slots: torch.Tensor) -> None:
+        if dtype == torch.float32:
+            write_rows(rows[0], rows[1], pages[0], pages[1], slots)
+        else:
+            append_quantised((rows[0], rows[1]), (pages[0], pages[1]), (scales[0], scales[1]), slots)
+
+    for _ in range(2):
+        with pytest.raises(tw.InvalidProblem, match="slots"):
+            write(torch.arange(5) + 8)
+        write(torch.arange(5) + 7)

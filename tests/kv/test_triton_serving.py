@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise import device as devices
+from tilewise.backends.base import QuantisedRows
 from tilewise.numerics import merge_partials
 
 triton = pytest.importorskip("triton")
@@ -110,12 +111,14 @@ def test_the_kernel_that_quantises_writes_the_bits_of_torch(
         rows[0] = rows[0].bfloat16()
         where = torch.tensor(slots)
         k_pages, v_pages = (t.view(torch.float8_e4m3fn) for t in mine)
-        serving.append_quantised(rows[0], rows[1], k_pages, v_pages, scales[0][0], scales[0][1], where)
+        serving.append_quantised(QuantisedRows(rows[0], rows[1], k_pages, v_pages, scales[0][0], scales[0][1], where))
         for new, pages, scale in zip(rows, theirs, scales[1], strict=True):
             write_quantised(new, pages.view(torch.float8_e4m3fn), scale, where)
         # Latents are rows without V.
         alone, alone_scale = latents
-        serving.append_quantised(rows[1], None, alone.view(torch.float8_e4m3fn), None, alone_scale, None, where)
+        serving.append_quantised(
+            QuantisedRows(rows[1], None, alone.view(torch.float8_e4m3fn), None, alone_scale, None, where)
+        )
         assert torch.equal(alone, theirs[1])
         assert torch.equal(alone_scale, scales[1][1])
         for a, b in zip((*mine, *scales[0]), (*theirs, *scales[1]), strict=True):
@@ -149,7 +152,7 @@ def test_the_int8_kernel_writes_the_bits_of_torch(
     if prompts:  # next to each other, as in a cell of a token
         scales = list(torch.full((num_pages, page_size, heads, 2), 3.0).transpose(1, 2).unbind(-1))
     expected = [t.clone() for t in (*pages, *scales)]
-    serving.append_quantised(rows[0], rows[1], pages[0], pages[1], scales[0], scales[1], slots)
+    serving.append_quantised(QuantisedRows(rows[0], rows[1], pages[0], pages[1], scales[0], scales[1], slots))
     for n in range(2):
         codes, scale = encode_rows(rows[n])
         for row, slot in enumerate(slots.tolist()):

@@ -24,6 +24,18 @@ class TileShape(NamedTuple):
     block_n: int
 
 
+class QuantisedRows(NamedTuple):
+    """Rows of K and V, or of latents (k alone), the 8-bit pages they go to, their scales and slots."""
+
+    k: Tensor
+    v: Tensor | None
+    k_pages: Tensor
+    v_pages: Tensor | None
+    k_scale: Tensor
+    v_scale: Tensor | None
+    slots: Tensor
+
+
 class Backend(Protocol):
     """One implementation of the contract, complete or partial."""
 
@@ -184,17 +196,8 @@ class Serving(Protocol):
     def bind_write(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Writing:
         """`write_rows` for tensors with the shapes, strides and alignment of these."""
 
-    def append_quantised(
-        self,
-        k: Tensor,
-        v: Tensor | None,
-        k_pages: Tensor,
-        v_pages: Tensor | None,
-        k_scale: Tensor,
-        v_scale: Tensor | None,
-        slots: Tensor,
-    ) -> None:
-        """Writes rows of K and V, or of latents (k alone), into slots of e4m3 or int8 pages, and their scales."""
+    def append_quantised(self, rows: QuantisedRows) -> None:
+        """Writes rows into slots of e4m3 or int8 pages, and their scales."""
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups. If not, separate calls and `merge_rows` are faster."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch
+from tilewise.backends.base import QuantisedRows
 from tilewise.canonical import contiguous_last
 from tilewise.fp8.container import E4M3_MAX
 from tilewise.fp8.rounding import encode, encode_rows
@@ -64,7 +65,7 @@ def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Seq
         (k_pages, v_pages), (k_scale, v_scale) = (
             (kept[0], None if len(kept) == 1 else kept[1]) for kept in (pages, scales)
         )
-        backend.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+        backend.append_quantised(QuantisedRows(k, v, k_pages, v_pages, k_scale, v_scale, slots))
         return
     if pages[0].dtype == torch.int8:
         _write_encoded(new, pages, scales, slots)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import numerics
-from tilewise.backends.base import Bound, Prefixes, TileShape, Writing
+from tilewise.backends.base import Bound, Prefixes, QuantisedRows, TileShape, Writing
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
@@ -127,20 +127,11 @@ class CpuBackend:
         del first
         return lambda tensors, _: self.write_rows(*tensors)
 
-    def append_quantised(
-        self,
-        k: Tensor,
-        v: Tensor | None,
-        k_pages: Tensor,
-        v_pages: Tensor | None,
-        k_scale: Tensor,
-        v_scale: Tensor | None,
-        slots: Tensor,
-    ) -> None:
+    def append_quantised(self, rows: QuantisedRows) -> None:
         """Writes rows of K and V, or of latents, into slots of 8-bit pages: see tilewise.kv.quantised."""
         from tilewise.backends.cpu import launch_pages
 
-        launch_pages.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+        launch_pages.append_quantised(rows)
 
     def splits_prefixes(self, problem: AttentionProblem, num_rows: int, device: DeviceSpec) -> bool:
         """Whether `attend_prefixes` suits such groups."""

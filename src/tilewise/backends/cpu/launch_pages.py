@@ -11,10 +11,12 @@ from array import array
 import torch
 from torch import Tensor
 
+from tilewise.backends.base import QuantisedRows
 from tilewise.backends.cpu import threads
 from tilewise.backends.cpu.cache import program
 from tilewise.backends.cpu.launch import DTYPES
 from tilewise.backends.cpu.params import COUNTER_FIELDS
+from tilewise.errors import InvalidProblem
 
 # Number of new rows, their slots, page size and heads; then for K and for V: source, its token and head strides, pages,
 # their page, slot and head strides, elements of a head (bytes if copied), the source's dtype, scales: (pages, heads) of
@@ -38,16 +40,9 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     _write("write_rows", k, k_pages, slots, fields, size // COPIED_BYTES)
 
 
-def append_quantised(
-    k: Tensor,
-    v: Tensor | None,
-    k_pages: Tensor,
-    v_pages: Tensor | None,
-    k_scale: Tensor,
-    v_scale: Tensor | None,
-    slots: Tensor,
-) -> None:
+def append_quantised(rows: QuantisedRows) -> None:
     """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
+    k, v, k_pages, v_pages, k_scale, v_scale, slots = rows
     of_v = (0,) * (BLOCK_FIELDS - V) if v is None or v_pages is None else _written(v, v_pages, v_scale)
     elements = k.numel() + (0 if v is None else v.numel())
     fields = (*_written(k, k_pages, k_scale), *of_v)
@@ -57,6 +52,9 @@ def append_quantised(
 
 def _write(name: str, k: Tensor, pages: Tensor, slots: Tensor, fields: tuple[int, ...], more_threads: int) -> None:
     rows, heads, _ = k.shape
+    if len(slots) and int(slots.max()) >= (end := pages.shape[0] * pages.shape[1]):
+        fix = "Slots are counted through all pages; a negative one skips its row."
+        raise InvalidProblem("slots", f"numbers below {end}, the slots of the pages", int(slots.max()), fix)
     block = array("q", (rows, slots.data_ptr(), pages.shape[1], heads, *fields, *(0,) * COUNTER_FIELDS))
     if rows > 0:
         items = -(-rows // ROWS_PER_ITEM)

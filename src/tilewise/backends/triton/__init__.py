@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Bound, Prefixes, TileShape, Writing
+from tilewise.backends.base import Bound, Prefixes, QuantisedRows, TileShape, Writing
 from tilewise.backends.gpu import releases, trial
 from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.dequantising import dequantised
@@ -176,20 +176,11 @@ class TritonBackend(GpuBackend):
 
         return quantising.quantize(x, *arguments, **options)
 
-    def append_quantised(
-        self,
-        k: Tensor,
-        v: Tensor | None,
-        k_pages: Tensor,
-        v_pages: Tensor | None,
-        k_scale: Tensor,
-        v_scale: Tensor | None,
-        slots: Tensor,
-    ) -> None:
+    def append_quantised(self, rows: QuantisedRows) -> None:
         """Writes rows of K and V, or of latents, into slots of 8-bit pages: see tilewise.kv.quantised."""
         from tilewise.backends.triton import serving
 
-        serving.append_quantised(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+        serving.append_quantised(rows)
 
     def bind_rotated(
         self, tensors: Sequence[Tensor | None], *, interleaved: bool, norm_eps: float | None, in_place: bool

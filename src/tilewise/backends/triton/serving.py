@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise.backends.base import QuantisedRows
 from tilewise.backends.gpu.launching import Pass, RawView, RawViews, described
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.backends.triton.quantising import AMAX_FLOOR, E4M3_MAX, LARGEST, e4m3_bits
@@ -284,7 +285,7 @@ def append_int8_kernel(
 
 WRITTEN = ("k", "v", "k_pages", "v_pages", "slots")
 SCALE_STRIDES = ("k_scale_strides", "v_scale_strides")
-APPENDED = ("k", "v", "k_pages", "v_pages", "k_scale", "v_scale", "slots")
+APPENDED = QuantisedRows._fields
 MERGED = ("out", "lse", "part", "part_lse", "rows")
 
 
@@ -299,20 +300,12 @@ def bind_write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     return described(write_calls, WRITTEN, sizes, (k, v, k_pages, v_pages, slots))
 
 
-def append_quantised(
-    k: Tensor,
-    v: Tensor | None,
-    k_pages: Tensor,
-    v_pages: Tensor | None,
-    k_scale: Tensor,
-    v_scale: Tensor | None,
-    slots: Tensor,
-) -> None:
+def append_quantised(rows: QuantisedRows) -> None:
     """See tilewise.kv.quantised. The last dimension of every tensor is contiguous; so are scales of e4m3 as a whole."""
+    k, v, k_pages, *_ = rows
     sizes = (*k.shape, 0 if v is None else v.shape[2], k_pages.shape[1], devices.of(k.device).has_fp8)
     describe = append_int8_calls if k_pages.dtype == torch.int8 else append_calls
-    tensors = (k, v, k_pages, v_pages, k_scale, v_scale, slots)
-    described(describe, APPENDED, sizes, tensors).run(tensors)
+    described(describe, APPENDED, sizes, rows).run(rows)
 
 
 def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
