@@ -11,12 +11,22 @@ from torch import Tensor
 EIGHT, MILLION, HALF = 0x41000000, 0x49800000, 0x47000000  # the bits of 8.0, of 2^20 and of 2^15
 
 
-def computed(text: str, args: list[Any]) -> Any:
+SHORT = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def computed(text: str, args: list[Any], dtype: Any = None) -> Any:
     """The results of a piece of assembly; one that computes nothing gives its first argument back."""
     if "shfl" in text:
         if f"{EIGHT:#x}" in text:
             return growth(args[0])
         return exponents(args[0], HALF, 7) if f"{HALF:#x}" in text else exponents(args[0], MILLION, 0)
+    if "FLOATS" in text:
+        return largest(*args)
+    if found := re.match(r"cvt\.rn\.(b?f16)x2\.f32", text):
+        high, low = (x.to(SHORT[found.group(1)]).view(torch.int16).int() for x in args)
+        return (high << 16) | (low & 0xFFFF)
+    if text.startswith("mov.b32 {$0, $1}"):
+        return tuple(bits.to(torch.int16).view(t) for bits, t in zip((args[0], args[0] >> 16), dtype, strict=True))
     if "sub.rn.f16x2" in text:
         return args[0].to(torch.float16)
     if "lop3" in text:
@@ -34,6 +44,14 @@ def computed(text: str, args: list[Any]) -> Any:
         return args[0]
     result = known[text[:3]](args[0])
     return torch.where(result.abs() < torch.finfo(torch.float32).tiny, 0.0, result)  # .ftz: no subnormals
+
+
+def largest(x: Tensor, floor: Tensor) -> Tensor:
+    """Maxima of the rows of quads that a thread has; in a warp of 16 rows without negative floors, of bits."""
+    by_bits = x.view(torch.int32).amax((1, 3), keepdim=True).contiguous().view(torch.float32)
+    warps = (floor < 0).reshape(4, 16, -1).any(2).any(1)
+    compares_floats = warps.repeat_interleave(16).reshape(-1, 1, 1, 1)
+    return torch.where(compares_floats, x.amax((1, 3), keepdim=True), by_bits).expand(x.shape)
 
 
 def only_seen(x: Tensor, words: Tensor) -> Tensor:

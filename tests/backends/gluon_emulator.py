@@ -280,7 +280,7 @@ def await_writes(pending: int = 0) -> None:
 def assembly(
     text: str, constraints: str, args: list[Any], dtype: Any = None, is_pure: bool = True, pack: int = 1
 ) -> Any:
-    del constraints, dtype, is_pure, pack
+    del constraints, is_pure, pack
     if found := re.match(r"bar\.(sync|arrive) (\d+|\$1), (\d+);", text):
         index = int(args[0]) if found.group(2) == "$1" else int(found.group(2))
         HERE.named.join(index, int(found.group(3)), waits=found.group(1) == "sync")
@@ -292,7 +292,7 @@ def assembly(
         return poll(args[0])
     if "st.global" in text:  # NaN for rows that are not finite
         store(args[3] + args[2].expand(args[0].shape)[~args[0].isfinite()].unique(), math.nan)
-    return computed(text, args)
+    return computed(text, args, dtype)
 
 
 def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor]:
@@ -415,6 +415,7 @@ LANGUAGE: dict[str, Any] = {
     "max": lambda x, axis: x.amax(axis),
     "min": lambda x, axis: x.amin(axis),
     "sum": lambda x, axis: x.sum(axis),
+    "reduce": lambda x, axis, _: x.select(axis, 0),  # of equal elements
     "associative_scan": lambda x, axis, _: x.cumsum(axis),  # sums are all that is scanned
     "debug_barrier": lambda: HERE.clock.meet(),
     "dot": lambda a, b, acc=0.0: a.float() @ b.float() + acc,

@@ -124,7 +124,7 @@ FORWARD = {
     "d64": Case(),
     "d64 whole tiles": Case(seqlens=(300, 256), batch=2),
     "d64 three warpgroups": Case(seqlens=(600, 600), heads=(1, 1), tile="D64"),
-    "d64 causal three warpgroups": Case(seqlens=(500, 300), heads=(1, 1), causal=True, tile="D64"),
+    "d64 causal three warpgroups": Case(seqlens=(500, 300), heads=(1, 1), causal=True, tile="D64_BANDED"),
     "d64 fewer rows": Case(seqlens=(333, 457), causal=True, batch=2),
     "d64 causal": Case(seqlens=(400, 400), heads=(3, 1), batch=2, causal=True),
     "d64 fewer keys": Case(seqlens=(500, 100), causal=True),
@@ -159,7 +159,7 @@ FORWARD = {
     "sinks": Case(128, seqlens=(400, 200), sinks=True, causal=True),
     "packed": Case(128, lengths=PACKED, padding=3),
     "packed causal": Case(64, lengths=PACKED, causal=True, padding=5, sinks=True),
-    "packed three warpgroups": Case(64, lengths=PACKED, causal=True, padding=2, tile="D64"),
+    "packed three warpgroups": Case(64, lengths=PACKED, causal=True, padding=2, tile="D64_BANDED"),
     "packed window": Case(256, lengths=PACKED, window=(20, 30)),
 }
 
@@ -275,6 +275,32 @@ def test_scores_of_minus_infinity_weigh_nothing(head_dim: int, causal: bool, emu
     out, lse = emulated("launch").run_forward(case.problem, operands)
     ref, ref_lse = expected(case, operands)
     torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tile", ["D64", "D64_BANDED"])
+def test_one_key_stands_out_among_scores_of_any_sign(
+    tile: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its P is exactly 1 wherever it is, also in rows whose scores are all negative."""
+    MODE.late_loads = False
+    emulated("launch").forward_pass.cache_clear()
+    configs = emulated("configs")
+    monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, tile))
+    case = Case(heads=(1, 1), seqlens=(192, 600), causal=tile == "D64_BANDED")
+    q, k, v = (torch.zeros(1, 1, n, 64, dtype=torch.bfloat16) for n in case.seqlens[:1] + case.seqlens[1:] * 2)
+    rows, best = torch.arange(192), torch.randint(1, 400, (192,), generator=torch.Generator().manual_seed(3))
+    shift = torch.where(rows // 16 % 3 == 0, 40.0, torch.where(rows // 16 % 3 == 1, -200.0, (rows % 5 - 2) * 50.0))
+    # Keys count in binary in nine columns. Each bit in which a key differs from the row's best one takes 60 off.
+    bits = torch.arange(9)
+    signs = [((n[:, None] >> bits & 1) * 2 - 1).bfloat16() for n in (best, torch.arange(600) % 512)]
+    q[0, 0, :, :9], k[0, 0, :, :9] = signs[0] * 30 * 8, signs[1]
+    q[0, 0, :, 9], k[0, 0, :, 9] = (shift - 270).bfloat16() * 8, 1.0
+    v[0, 0] = torch.randn(600, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    v[0, 0, 512:] = v[0, 0, :88]  # keys that count from 0 again
+    out, lse = emulated("launch").run_forward(case.problem, Operands(q, k, v))
+    _, ref_lse = expected(case, Operands(q, k, v))
+    torch.testing.assert_close(out[0, 0], v[0, 0, best], atol=0.0, rtol=0.0)
     torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
 
 

@@ -22,6 +22,8 @@ class ForwardTile:
     MERGE_KV        K_i and V_{i-1} share a slot, which saves one barrier per tile
     PIN_EXP         the exponentials stay ahead of the wait for P V (primitives.pin)
     IS_LAZY         the softmax reference of a row, and with it O, moves only if scores exceed it by 8 (scores.py)
+    INTEGER_MAX     maxima of rows are taken of their bits as integers where that is right (primitives.largest)
+    CARRY_PAIRS     P is carried to the next tile in 16 bits, two columns in a register
     RESCALE_EARLY   O is rescaled between Q K^T and P V
     OUT_IN_Q        O is staged in Q's buffer
     CTAS_PER_SM     2 selects the kernel of forward_quad.py
@@ -36,6 +38,8 @@ class ForwardTile:
     MERGE_KV: bool = False
     PIN_EXP: bool = True
     IS_LAZY: bool = False
+    INTEGER_MAX: bool = False
+    CARRY_PAIRS: bool = False
     RESCALE_EARLY: bool = False
     OUT_IN_Q: bool = False
     CTAS_PER_SM: int = 1
@@ -47,8 +51,10 @@ class ForwardTile:
 # than two that overlap more within themselves.
 D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 # Three consumers share a slot: the arrivals that merged barriers save outweigh the later start of Q K^T. Pinned
-# exponentials would spill.
-D64 = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False)
+# exponentials are slower here: the products of the other warpgroups overlap them.
+D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, IS_LAZY=True, INTEGER_MAX=True)
+# Without a mask, it is faster to round P right after its exponentials than right before its product.
+D64 = replace(D64_BANDED, CARRY_PAIRS=True)
 # With two consumers, separate barriers win: Q K^T can start before V arrives.
 D128 = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
 # Two column parts of 128 + 64 instead of padding to 256.
@@ -365,7 +371,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
         crowded = crowded or (problem.batch_invariant and packed)
         if crowded or rows <= most_rows or (not packed and problem.seqlen_k <= most_keys):
             return D64_QUAD
-        return D64
+        return D64_BANDED if banded else D64
     if width == 128:
         return D128
     if width == 192:

@@ -21,7 +21,7 @@ Figures: bench/results/hopper-forward-choices.csv.
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,no-any-return,misc"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RET505
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,7 +31,7 @@ from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.listed import entry_at, hide_scores, list_at, load_words, place_words
-from tilewise.backends.hopper.primitives import pin, uniform
+from tilewise.backends.hopper.primitives import from_pairs, in_pairs, pin, uniform
 from tilewise.backends.hopper.products import (
     issue_output,
     issue_scores,
@@ -245,6 +245,25 @@ def pass_over(at, pipe, C: gl.constexpr):
 
 
 @gluon.jit
+def carried(p, DTYPE: gl.constexpr, C: gl.constexpr):
+    """P as it is kept until the next tile."""
+    if C.CARRY_PAIRS:
+        return in_pairs(p, DTYPE)
+    else:
+        return p
+
+
+@gluon.jit
+def left_operand(p, DTYPE: gl.constexpr, C: gl.constexpr):
+    """A `carried` P as the left operand of P V."""
+    P_LAYOUT: gl.constexpr = left_operand_layout(accumulator_layout(C.DV))
+    if C.CARRY_PAIRS:
+        return gl.convert_layout(from_pairs(p, DTYPE), P_LAYOUT)
+    else:
+        return gl.convert_layout(p.to(DTYPE), P_LAYOUT)
+
+
+@gluon.jit
 def attend_first(
     n_block, row, q_slot, at, scale_log2, cap_scale, seqlen_q, seqlen_k, lists, kind, sizes, pipe, C: gl.constexpr,
 ):  # fmt: skip
@@ -269,7 +288,7 @@ def attend_first(
     acc_rest = 0
     if DV_REST:
         acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
-    return acc, acc_rest, p, factor, row_ref, row_sum, row_top
+    return acc, acc_rest, carried(p, pipe.v_smem[0].dtype, C), factor, row_ref, row_sum, row_top
 
 
 @gluon.jit
@@ -283,8 +302,7 @@ def attend(
     tile mask's tile, where there is a mask.
     """
     IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
-    P_LAYOUT: gl.constexpr = left_operand_layout(accumulator_layout(C.DV))
-    p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
+    p_operand = left_operand(p, pipe.v_smem[0].dtype, C)
     v_at = at
     at = at.next()
     if MASKED and C.IS_LISTED:
@@ -314,6 +332,7 @@ def attend(
     p, factor, row_ref, row_sum, top = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     if C.KEEPS_TOP:
         row_top = gl.maximum(row_top, top)
+    p = carried(p, pipe.v_smem[0].dtype, C)
     if not MASKED:
         if C.PIN_EXP:
             row_sum = pin(row_sum)
@@ -428,7 +447,7 @@ def consumer(
         if not C.OUT_IN_Q:
             pipe.q_ring.release(q_lane)
         q_at = q_at.next()
-        p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), left_operand_layout(accumulator_layout(C.DV)))
+        p_operand = left_operand(p, pipe.v_smem[0].dtype, C)
         if C.MERGE_KV:
             at = at.next()
             pipe.k_ring.wait(at)

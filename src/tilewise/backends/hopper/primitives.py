@@ -235,6 +235,80 @@ def unless_one(x, y, COUNT: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _largest_asm(count):
+    """PTX of $0.., the maxima of a thread's two rows of $count.., by which path is told by the rows' $2count.."""
+    rows = [[i for i in range(count) if i // 2 % 2 == row] for row in (0, 1)]
+    bits = " ".join(
+        f"mov.b32 m{row}, ${count + first}; "
+        + " ".join(f"mov.b32 t, ${count + i}; max.s32 m{row}, m{row}, t;" for i in others)
+        + f" mov.b32 f{row}, m{row};"
+        for row, (first, *others) in enumerate(rows)
+    )
+    floats = " ".join(
+        f"mov.f32 f{row}, ${count + first}; " + " ".join(f"max.f32 f{row}, f{row}, ${count + i};" for i in others)
+        for row, (first, *others) in enumerate(rows)
+    )
+    results = " ".join(f"mov.f32 ${i}, f{i // 2 % 2};" for i in range(count))
+    return (
+        "{ .reg .pred p, q; .reg .s32 t, m<2>; .reg .f32 f<2>; "
+        f"setp.lt.f32 p, ${2 * count}, 0f00000000; setp.lt.or.f32 q, ${2 * count + 2}, 0f00000000, p; "
+        f"vote.sync.any.pred q, q, 0xffffffff; @q bra.uni FLOATS; {bits} bra.uni DONE; FLOATS: {floats} "
+        f"DONE: {results} }}"
+    )
+
+
+@gluon.constexpr_function
+def _largest_constraints(count):
+    return ",".join(["=f"] * count + ["f"] * (2 * count))
+
+
+@gluon.jit
+def largest(x, floor, COUNT: gl.constexpr):
+    """The largest of floor, one for each row, and the thread's elements of the row, or anything below floor; in all of
+    these elements. A thread has COUNT registers of x, in accumulator order as in unless_one.
+
+    Integers have an instruction for the largest of three, floats only of two. The bits of floats, read as integers, are
+    in order unless both are negative. So a warp whose floors are all 0 or more compares integers: of elements that are
+    all negative they may give the wrong one, but none of these is above floor.
+    """
+    ASM: gl.constexpr = _largest_asm(COUNT)
+    CONSTRAINTS: gl.constexpr = _largest_constraints(COUNT)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, floor], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.jit
+def first(a, b):  # noqa: ARG001 - combines equal elements
+    """A reduction of equal elements to one of them."""
+    return a
+
+
+@gluon.jit
+def in_pairs(x, DTYPE: gl.constexpr):
+    """X in 16 bits, columns 2i and 2i + 1 in integer i.
+
+    A loop that carries 16-bit elements keeps each in a register of its own and must pack them for the next product.
+    """
+    ASM: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;" if gl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $1, $2;"
+    low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(ASM, "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def from_pairs(pairs, DTYPE: gl.constexpr):
+    """What `in_pairs` has rounded."""
+    ASM: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+    if gl.bfloat16 == DTYPE:  # a tuple of constexprs is not taken as dtype
+        low, high = gl.inline_asm_elementwise(
+            ASM, "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            ASM, "=h,=h,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        )
+    return gl.reshape(gl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2])
+
+
+@gluon.constexpr_function
 def _seen_asm(count):
     words = range(count // 16)
     late = "abs.f32 x, $0; min.f32 x, x, 0f00000000; mov.b32 z, x; " + " ".join(

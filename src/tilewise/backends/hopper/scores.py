@@ -26,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.hopper.layouts import accumulator_layout
-from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, power_over, tanh, unless_one
+from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, first, largest, power_over, tanh, unless_one
 from tilewise.backends.hopper.schedule import right_of
 
 # From here on fp32 holds scores (log2) as multiples of 16, and rounds their products with the scale by as much: see
@@ -119,10 +119,21 @@ def no_rows(C: gl.constexpr):
 
 
 @gluon.jit
+def largest_scores(scores, row_ref, MASKED: gl.constexpr, C: gl.constexpr):
+    """The largest score [64] of each row; with INTEGER_MAX, where it is not above row_ref, it may be a smaller one."""
+    if C.INTEGER_MAX and not MASKED:
+        x = quads(scores, C.BLOCK_N)
+        x = largest(x, over(row_ref, x), C.BLOCK_N // 2)
+        return gl.max(gl.reduce(gl.reduce(x, 3, first), 1, first), axis=1)
+    else:
+        return gl.max(scores, axis=1)
+
+
+@gluon.jit
 def soften(scores, row_ref, row_sum, scale_log2, MASKED: gl.constexpr, C: gl.constexpr):
     """One tile of the online softmax: (P, factor that rescales O so far, row_ref, row_sum, the tile's maxima)."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    top = gl.max(scores, axis=1)
+    top = largest_scores(scores, row_ref, MASKED, C)
     top = beside(top * row_scale(top * scale_log2, scale_log2, C), row_sum)
     if C.IS_LAZY and not MASKED:
         grows = top > row_ref + 8.0
