@@ -92,7 +92,8 @@ class HopperBackend(GpuBackend):
         if decodes(problem):
             read = f"{', '.join(problem.fp8)} read as {problem.codes}"
             return f"{read} and widened to fp16 in registers, probabilities in fp16"
-        return f"{', '.join(problem.fp8)} multiplied as e4m3 by FP8 tensor cores, probabilities rounded to e4m3"
+        pays = "" if max(problem.head_dim, problem.head_dim_v) > 64 else "; hardly faster than 16 bits at this head_dim"
+        return f"{', '.join(problem.fp8)} multiplied as e4m3 by FP8 tensor cores, probabilities rounded to e4m3{pays}"
 
     def skips_tiles(self, problem: AttentionProblem) -> str:
         """How tile masks are read, for `explain()`."""

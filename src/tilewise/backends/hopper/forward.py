@@ -7,7 +7,8 @@ Grid: one CTA per SM, persistent. Roles, one function each:
 
 Key tiles are walked from right to left: the right edge comes first, a left window edge last, and the loop over whole
 tiles between them has no mask. Producer and consumers each compute the number of key tiles; they must agree. P stays
-in fp32 between iterations, because a loop-carried 16-bit tensor costs 64 byte permutations an iteration.
+in fp32 between iterations, or in integers of two columns (CARRY_PAIRS), because a loop-carried 16-bit tensor costs 64
+byte permutations an iteration.
 
 Head dims that are no power of two come in two column parts, (128, 64) for 192: descriptors, buffers and accumulators
 are pairs, whose second half is unused when the second part has no columns.
