@@ -44,7 +44,7 @@ def models() -> dict[str, Any]:
 
 def measure(both: dict[str, Any], batch: int, prompt: int, new: int, rounds: int) -> dict[str, Any]:
     """One case."""
-    ids = torch.randint(0, 32000, (batch, prompt), device="cuda")
+    ids = torch.randint(1, 32000, (batch, prompt), device="cuda")
     taken: dict[str, list[float]] = {name: [] for name in both}
     tokens = {}
     for number in range(rounds + 1):
