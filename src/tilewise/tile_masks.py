@@ -121,8 +121,8 @@ class TileMask:
             raise InvalidProblem("ends", f"shape {tuple(starts.shape)} as starts has", tuple(ends.shape), fix)
         _check_length("seqlen", seqlen)
         # A range without members is put where no tile meets it.
-        members = starts < ends
-        starts, ends = torch.where(members, starts, seqlen), torch.where(members, ends, 0)
+        nothing = starts >= ends
+        starts, ends = starts.masked_fill(nothing, seqlen), ends.masked_fill(nothing, 0)
         own = starts.shape[2]
         by_keys = of == "queries"
 
@@ -554,19 +554,25 @@ def tile_mask(
 def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, bits: Tensor | None = None) -> TileMask:
     """The mask of a map with unknown tiles. `bits` are those of tiles that are known."""
     tiles = tiles.contiguous()
-    known = no_bits(tiles.device) if bits is None else bits
-    parts, count = [known] if len(known) else [], len(known)
+    parts = [] if bits is None else [bits]
+    count = sum(map(len, parts))
     unknown = (tiles == UNKNOWN).nonzero()
     for some in unknown.split(at_once(tiles.device)) if len(unknown) else ():
         b, h, m, n = some.unbind(1)
         found = evaluate(b, h, m, n)
-        empty, full = (found == 0).flatten(1).all(1), (found == -1).flatten(1).all(1)
-        partial = ~(empty | full)
-        kinds = partial.cumsum(0, dtype=torch.int32).add_(count - 1)
-        tiles[b, h, m, n] = kinds.masked_fill_(empty, EMPTY).masked_fill_(full, FULL)
-        parts.append(found[partial])
-        count += len(parts[-1])
-    joined = known if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
+        least, most = found.flatten(1).view(torch.uint8).aminmax(dim=1)
+        empty, full = most == 0, least == 0xFF
+        whole = empty | full
+        if whole.any():
+            kinds = (~whole).cumsum(0, dtype=torch.int32).add_(count - 1)
+            kinds.masked_fill_(empty, EMPTY).masked_fill_(full, FULL)
+            found = found[~whole]
+        else:
+            kinds = torch.arange(count, count + len(found), dtype=torch.int32, device=tiles.device)
+        tiles[b, h, m, n] = kinds
+        parts.append(found)
+        count += len(found)
+    joined = no_bits(tiles.device) if count == 0 else parts[0] if len(parts) == 1 else torch.cat(parts)
     return TileMask(tiles, joined, seqlen_q, seqlen_k)
 
 
@@ -625,11 +631,11 @@ def _by_ranges(starts: Tensor, ends: Tensor, seqlen: int) -> Tensor:
     if tiles.numel() == 0:
         return tiles
     (low, high_start), (low_end, high) = (_in_tiles(x.transpose(2, 3)).aminmax(dim=-1) for x in (starts, ends))
-    first = torch.arange(tiles.shape[3], dtype=torch.int64, device=starts.device) * TILE
+    first = torch.arange(0, tiles.shape[3] * TILE, TILE, dtype=torch.int64, device=starts.device)
     last = (first + TILE).clamp_max(seqlen)
-    met = (low[..., None] < last) & (high[..., None] > first)
+    missed = (low[..., None] >= last) | (high[..., None] <= first)
     covered = (high_start[..., None] <= first) & (low_end[..., None] >= last)
-    return tiles.masked_fill(~met.any(2), EMPTY).masked_fill(covered.any(2), FULL)
+    return tiles.masked_fill_(missed.all(2), EMPTY).masked_fill_(covered.any(2), FULL)
 
 
 def _in_tiles(numbers: Tensor) -> Tensor:
