@@ -424,6 +424,10 @@ def test_explain_counts_the_tiles() -> None:
     assert there.backend == "hopper"
     assert there.mask is not None
     assert tuple(there.mask.tiles) == (8 * 16, 0, 8 * 48)
+    # Tensors without contents, for which the mask has some.
+    shape = half.to("meta")
+    assert tw.explain(shape, shape, shape, mask=mask, device="h200").mask == there.mask
+    assert tw.explain(shape, shape, shape, mask=mask.to("meta"), device="h200").mask is None
     there = tw.explain(half, half, half, mask=mask, causal=True, device="h200")
     assert there.backend == "triton"
     assert [name for name, reason in there.rejected if "tile mask" in reason] == ["hopper"]
