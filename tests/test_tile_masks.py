@@ -461,6 +461,7 @@ def test_a_backend_that_does_not_know_tile_masks_is_not_asked() -> None:
 
 CAUSAL: Any = "causal"
 CUBE: Any = (4, 4, 4)
+FUNCTION: Any = torch.ge
 Q = torch.zeros(2, 4, 200, 8)
 MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
 
@@ -473,6 +474,7 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: tw.attention(Q, Q, Q, mask=tile_mask(MASK_OF_HEADS, 200, 200, heads=3)), "4 heads, or 1"),
         (lambda: tw.attention(Q, Q, Q, mask=MASK.to("meta")), "on cpu as q is, got meta"),
         (lambda: tw.attention(Q, Q, Q, mask=CAUSAL), "a torch.Tensor, a TileMask or None, got str"),
+        (lambda: tw.attention(Q, Q, Q, mask=FUNCTION), "tile_mask takes a function"),
         (lambda: tile_mask(CAUSAL, 5, 5), "a function of b, h, i, j"),
         (lambda: tile_mask(lambda _b, _h, i, j: i - j, 5, 5), "got torch.int64 of 0 dimensions"),
         (lambda: tile_mask(lambda _b, _h, _i, _j: True, 5, 5), "got True"),  # type: ignore[arg-type,return-value]
@@ -483,6 +485,15 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: TileMask.from_dense(torch.zeros(5, dtype=torch.bool)), "of 2 to 4 dimensions"),
         (lambda: TileMask.documents(torch.zeros(5)), "an integer tensor"),
         (lambda: TileMask.from_cu_seqlens(torch.zeros(5), 5), "a 1-D integer tensor"),
+        (lambda: TileMask.from_cu_seqlens(torch.tensor([2, 5]), 5), "0 as its first entry"),
+        (lambda: TileMask.from_cu_seqlens(torch.tensor([0, 4, 3]), 5), "never decrease"),
+        (lambda: TileMask.from_cu_seqlens(torch.tensor([0, 6]), 5), "at most 5"),
+        (lambda: TileMask.from_cu_seqlens(IDS[:0], 5), "one entry or more"),
+        (lambda: TileMask.prefix(2.5, 5), "lengths: expected integers, got torch.float32"),  # type: ignore[arg-type]
+        (lambda: TileMask.prefix(IDS[None], 5), "lengths: expected integers"),
+        (lambda: TileMask.prefix(CAUSAL, 5), "lengths: expected integers, got str"),
+        (lambda: TileMask.documents(IDS, IDS.to("meta")), "ids_k: expected a tensor on cpu as ids is"),
+        (lambda: TileMask.from_intervals(IDS, IDS.to("meta"), 400), "ends: expected a tensor on cpu as starts is"),
         (lambda: TileMask.from_intervals(IDS, IDS[:5], 400), "shape"),
         (lambda: TileMask.from_intervals(IDS, IDS, 400, of="heads"), "'keys' or 'queries'"),
         (lambda: TileMask.neighbourhood(CUBE, 3), "one number per axis"),

@@ -36,6 +36,7 @@ from tilewise.tiles import (
     packed,
     visible,
 )
+from tilewise.totals import check_totals
 from tilewise.units import format_bytes
 
 # A tile that is still to be evaluated.
@@ -116,6 +117,7 @@ class TileMask:
         if of not in ("keys", "queries"):
             raise InvalidProblem("of", "'keys' or 'queries'", repr(of), "Say what the ranges are of.")
         starts, ends = (_ranges(name, x, device) for name, x in (("starts", starts), ("ends", ends)))
+        _check_together("ends", ends, "starts", starts)
         if starts.shape != ends.shape:
             fix = "Give one end for every start."
             raise InvalidProblem("ends", f"shape {tuple(starts.shape)} as starts has", tuple(ends.shape), fix)
@@ -142,6 +144,7 @@ class TileMask:
         """
         q = _ids("ids", ids, device)
         k = q if ids_k is None else _ids("ids_k", ids_k, device)
+        _check_together("ids_k", k, "ids", q)
         if q.shape[0] != k.shape[0] and 1 not in (q.shape[0], k.shape[0]):
             raise InvalidProblem("ids_k", f"batch {q.shape[0]} as ids has", k.shape[0], "Give both the same batch.")
         batch = max(q.shape[0], k.shape[0])
@@ -170,8 +173,8 @@ class TileMask:
         """Documents one after the other within a row of `seqlen` tokens; `cu_seqlens` are running totals from 0.
         Tokens past the last total are padding.
         """
-        _check_totals(cu_seqlens)
         _check_length("seqlen", seqlen)
+        _check_totals(cu_seqlens, seqlen)
         totals = cu_seqlens.to(device=cu_seqlens.device if device is None else device, dtype=torch.int64)
         position = torch.arange(seqlen, dtype=torch.int64, device=totals.device)
         ids = torch.bucketize(position, totals[1:].contiguous(), right=True)
@@ -186,8 +189,7 @@ class TileMask:
         """
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
         rows = _positions(seqlen_q, seqlen_k, _device_of(lengths, device))
-        prefixes = torch.as_tensor(lengths, device=rows.device, dtype=torch.int64).reshape(-1, 1, 1)
-        ends = torch.maximum(prefixes, rows + 1)
+        ends = torch.maximum(_prefixes(lengths, rows.device), rows + 1)
         return cls.from_intervals(torch.zeros_like(ends), ends, seqlen_k)
 
     @classmethod
@@ -706,10 +708,19 @@ def _check_boolean(name: str, shape: str, mask: Any) -> None:
         raise InvalidProblem(name, expected, _shown(mask), "0 and 1 become a mask by .bool().")
 
 
-def _check_totals(cu_seqlens: Any) -> None:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+def _check_totals(cu_seqlens: Any, seqlen: int) -> None:
+    is_integer = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in INTEGERS
+    if not is_integer or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         fix = "Give running totals from 0."
-        raise InvalidProblem("cu_seqlens", "a 1-D integer tensor", _shown(cu_seqlens), fix)
+        raise InvalidProblem("cu_seqlens", "a 1-D integer tensor with one entry or more", _shown(cu_seqlens), fix)
+    if cu_seqlens.device.type == "cpu" or (cu_seqlens.is_cuda and settings.current().check_values):
+        check_totals("cu_seqlens", cu_seqlens.tolist(), seqlen)
+
+
+def _check_together(name: str, own: Tensor, other: str, theirs: Tensor) -> None:
+    if own.device != theirs.device:
+        fix = "Move it, or name a device for both."
+        raise InvalidProblem(name, f"a tensor on {theirs.device} as {other} is", own.device, fix)
 
 
 def _check_same_device(one: TileMask, other: TileMask) -> None:
@@ -726,6 +737,18 @@ def _device_of(value: Any, device: Device) -> torch.device:
     if device is not None:
         return torch.device(device)
     return value.device if isinstance(value, Tensor) else torch.device("cpu")
+
+
+def _prefixes(lengths: Any, device: torch.device) -> Tensor:
+    """Integers as (batch, 1, 1)."""
+    try:
+        found = torch.as_tensor(lengths, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or found.dtype not in INTEGERS or found.dim() > 1:
+        fix = "Give an integer, or one for each sequence."
+        raise InvalidProblem("lengths", "integers", _shown(lengths) if found is None else _shown(found), fix)
+    return found.to(torch.int64).reshape(-1, 1, 1)
 
 
 def _ids(name: str, ids: Any, device: Device) -> Tensor:
