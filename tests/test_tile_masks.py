@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 
 import tilewise as tw
 from tilewise import TileMask, dispatch, tile_mask, tile_masks
+from tilewise.masks import TileCounts
 from tilewise.testing.threads import one_thread
 from tilewise.tiles import (
     EMPTY,
@@ -132,6 +133,16 @@ def test_ranges(of: str) -> None:
     assert mask.shape == (2, 3, *((270, 310) if of == "keys" else (310, 270)))
     assert_is(mask, sees)
     assert mask.counts.full > 0
+
+
+def test_tiles_between_documents_and_between_ranges_are_skipped() -> None:
+    """The least and the greatest number of such a tile do not tell."""
+    turns = torch.arange(128) % 2
+    documents = TileMask.documents(torch.cat([2 * turns, 2 * turns + 1, -turns]))
+    assert documents.counts == TileCounts(full=0, partial=5, skipped=4)
+    # Even rows see the first tile and odd rows the last.
+    ranges = TileMask.from_intervals(256 * turns, 256 * turns + 128, 384)
+    assert ranges.counts == TileCounts(full=0, partial=2, skipped=1)
 
 
 def test_a_tree_sees_its_ancestors_and_the_context() -> None:
