@@ -608,8 +608,8 @@ def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, **known
 
 
 def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """On the device. CUDA has copied memory that is not pinned when the call returns, so nothing waits."""
-    return numbers.to(device, non_blocking=device.type == "cuda")
+    """On the device. CUDA has read memory that is not pinned when the call returns: no need to wait for the copy."""
+    return numbers.to(device, non_blocking=device.type == "cuda" and not numbers.is_pinned())
 
 
 def _least_and_most(numbers: Tensor, device: torch.device) -> Tensor:
