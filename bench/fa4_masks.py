@@ -15,7 +15,7 @@ import torch
 from cutlass import cute
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.interface import flash_attn_func
+from flash_attn.cute.interface import _flash_attn_bwd, flash_attn_func
 from torch import Tensor
 
 from tilewise.tiles import FULL, TILE
@@ -65,18 +65,27 @@ def blocks(tiles: Tensor) -> BlockSparseTensorsTorch:
     return BlockSparseTensorsTorch(*lists, block_size=(TILE, TILE))
 
 
-def attention(
-    tiles: Tensor, seen: Callable[..., object], tensors: tuple[Tensor, ...]
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The call for a map of tiles and a function of pairs; q, k, v and the result have heads first."""
-    by_rows, by_columns = blocks(tiles), blocks(tiles.transpose(2, 3))
-    given = [t.to(torch.int32).contiguous() for t in tensors] or None
+class Attention:
+    """The passes for a map of tiles and a function of pairs; tensors and results have heads first. The backward is the
+    one that autograd calls, without a forward before it, which would be compiled too.
+    """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = flash_attn_func(
-            *(t.transpose(1, 2) for t in (q, k, v)),
-            mask_mod=seen, aux_tensors=given, block_sparse_tensors=by_rows, block_sparse_tensors_bwd=by_columns,
-        )  # fmt: skip
+    def __init__(self, tiles: Tensor, seen: Callable[..., object], tensors: tuple[Tensor, ...]) -> None:
+        self.by_rows, self.by_columns = blocks(tiles), blocks(tiles.transpose(2, 3))
+        given = [t.to(torch.int32).contiguous() for t in tensors] or None
+        self.flags = {"mask_mod": seen, "aux_tensors": given}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output."""
+        inputs = (t.transpose(1, 2) for t in (q, k, v))
+        found = flash_attn_func(*inputs, block_sparse_tensors=self.by_rows, **self.flags)
         return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
-    return attend
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv."""
+        inputs = (t.transpose(1, 2) for t in (q, k, v, out, dout))
+        found = _flash_attn_bwd(*inputs, lse, block_sparse_tensors=self.by_columns, **self.flags)
+        dq, dk, dv = (t.transpose(1, 2) for t in found)
+        return dq, dk, dv

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 
 import tilewise as tw
 from tilewise import TileMask, dispatch, tile_mask, tile_masks
+from tilewise.masks import TileCounts
 from tilewise.testing.threads import one_thread
 from tilewise.tiles import (
     EMPTY,
@@ -132,6 +133,16 @@ def test_ranges(of: str) -> None:
     assert mask.shape == (2, 3, *((270, 310) if of == "keys" else (310, 270)))
     assert_is(mask, sees)
     assert mask.counts.full > 0
+
+
+def test_tiles_between_documents_and_between_ranges_are_skipped() -> None:
+    """The least and the greatest number of such a tile do not tell."""
+    turns = torch.arange(128) % 2
+    documents = TileMask.documents(torch.cat([2 * turns, 2 * turns + 1, -turns]))
+    assert documents.counts == TileCounts(full=0, partial=5, skipped=4)
+    # Even rows see the first tile and odd rows the last.
+    ranges = TileMask.from_intervals(256 * turns, 256 * turns + 128, 384)
+    assert ranges.counts == TileCounts(full=0, partial=2, skipped=1)
 
 
 def test_a_tree_sees_its_ancestors_and_the_context() -> None:
@@ -424,6 +435,10 @@ def test_explain_counts_the_tiles() -> None:
     assert there.backend == "hopper"
     assert there.mask is not None
     assert tuple(there.mask.tiles) == (8 * 16, 0, 8 * 48)
+    # Tensors without contents, for which the mask has some.
+    shape = half.to("meta")
+    assert tw.explain(shape, shape, shape, mask=mask, device="h200").mask == there.mask
+    assert tw.explain(shape, shape, shape, mask=mask.to("meta"), device="h200").mask is None
     there = tw.explain(half, half, half, mask=mask, causal=True, device="h200")
     assert there.backend == "triton"
     assert [name for name, reason in there.rejected if "tile mask" in reason] == ["hopper"]
@@ -457,6 +472,7 @@ def test_a_backend_that_does_not_know_tile_masks_is_not_asked() -> None:
 
 CAUSAL: Any = "causal"
 CUBE: Any = (4, 4, 4)
+FUNCTION: Any = torch.ge
 Q = torch.zeros(2, 4, 200, 8)
 MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
 
@@ -469,6 +485,7 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: tw.attention(Q, Q, Q, mask=tile_mask(MASK_OF_HEADS, 200, 200, heads=3)), "4 heads, or 1"),
         (lambda: tw.attention(Q, Q, Q, mask=MASK.to("meta")), "on cpu as q is, got meta"),
         (lambda: tw.attention(Q, Q, Q, mask=CAUSAL), "a torch.Tensor, a TileMask or None, got str"),
+        (lambda: tw.attention(Q, Q, Q, mask=FUNCTION), "tile_mask takes a function"),
         (lambda: tile_mask(CAUSAL, 5, 5), "a function of b, h, i, j"),
         (lambda: tile_mask(lambda _b, _h, i, j: i - j, 5, 5), "got torch.int64 of 0 dimensions"),
         (lambda: tile_mask(lambda _b, _h, _i, _j: True, 5, 5), "got True"),  # type: ignore[arg-type,return-value]
@@ -479,6 +496,15 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: TileMask.from_dense(torch.zeros(5, dtype=torch.bool)), "of 2 to 4 dimensions"),
         (lambda: TileMask.documents(torch.zeros(5)), "an integer tensor"),
         (lambda: TileMask.from_cu_seqlens(torch.zeros(5), 5), "a 1-D integer tensor"),
+        (lambda: TileMask.from_cu_seqlens(torch.tensor([2, 5]), 5), "0 as its first entry"),
+        (lambda: TileMask.from_cu_seqlens(torch.tensor([0, 4, 3]), 5), "never decrease"),
+        (lambda: TileMask.from_cu_seqlens(torch.tensor([0, 6]), 5), "at most 5"),
+        (lambda: TileMask.from_cu_seqlens(IDS[:0], 5), "one entry or more"),
+        (lambda: TileMask.prefix(2.5, 5), "lengths: expected integers, got torch.float32"),  # type: ignore[arg-type]
+        (lambda: TileMask.prefix(IDS[None], 5), "lengths: expected integers"),
+        (lambda: TileMask.prefix(CAUSAL, 5), "lengths: expected integers, got str"),
+        (lambda: TileMask.documents(IDS, IDS.to("meta")), "ids_k: expected a tensor on cpu as ids is"),
+        (lambda: TileMask.from_intervals(IDS, IDS.to("meta"), 400), "ends: expected a tensor on cpu as starts is"),
         (lambda: TileMask.from_intervals(IDS, IDS[:5], 400), "shape"),
         (lambda: TileMask.from_intervals(IDS, IDS, 400, of="heads"), "'keys' or 'queries'"),
         (lambda: TileMask.neighbourhood(CUBE, 3), "one number per axis"),

@@ -36,12 +36,15 @@ from tilewise.tiles import (
     packed,
     visible,
 )
+from tilewise.totals import check_totals
 from tilewise.units import format_bytes
 
-# A tile that is still to be evaluated.
-UNKNOWN = -3
+# Tiles that are still to be evaluated, and of these the ones that are sure to be neither empty nor full.
+UNKNOWN, PARTIAL = -3, -4
 # Of a map of 1 GiB.
 MAX_TILES = 2**28
+# Of a map that is sorted into kinds on the CPU: launches would take longer than the work.
+MAX_CPU_TILES = 2**16
 # Rows and columns of the picture that a mask prints.
 PICTURE = 32
 # The same of a plot.
@@ -115,67 +118,76 @@ class TileMask:
         """
         if of not in ("keys", "queries"):
             raise InvalidProblem("of", "'keys' or 'queries'", repr(of), "Say what the ranges are of.")
-        starts, ends = (_ranges(name, x, device) for name, x in (("starts", starts), ("ends", ends)))
+        starts, ends = (_ranges(name, x) for name, x in (("starts", starts), ("ends", ends)))
+        ends = _together("ends", ends, "starts", starts, device)
         if starts.shape != ends.shape:
             fix = "Give one end for every start."
             raise InvalidProblem("ends", f"shape {tuple(starts.shape)} as starts has", tuple(ends.shape), fix)
         _check_length("seqlen", seqlen)
         # A range without members is put where no tile meets it.
-        members = starts < ends
-        starts, ends = torch.where(members, starts, seqlen), torch.where(members, ends, 0)
-        own = starts.shape[2]
+        nothing = starts >= ends
+        both = torch.stack([starts.masked_fill(nothing, seqlen), ends.masked_fill(nothing, 0)])
+        bounds, where = _in_tiles(both.transpose(3, 4)), _device_of(starts, device)
+        tiles, on_device = _by_ranges(bounds, seqlen, where), _sent(bounds, where)
         by_keys = of == "queries"
 
-        def pairs(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            mine, other = (j, i) if by_keys else (i, j)
-            inside = other[..., None] >= starts[b, h, mine]
-            return (inside & (other[..., None] < ends[b, h, mine])).any(-1)
+        def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
+            mine, other = (n, m) if by_keys else (m, n)
+            at = _indices(other, seqlen)[:, None].unsqueeze(-1 if by_keys else -2)
+            start, end = on_device[:, b, h, :, mine].unsqueeze(-2 if by_keys else -1).unbind(1)
+            inside = (at >= start) & (at < end)
+            return packed(inside[:, 0] if inside.shape[1] == 1 else inside.any(1))
 
-        tiles = _by_ranges(starts, ends, seqlen)
-        lengths = (seqlen, own) if by_keys else (own, seqlen)
-        return _of_pairs(pairs, *lengths, tiles.transpose(2, 3) if by_keys else tiles)
+        lengths = (seqlen, starts.shape[2]) if by_keys else (starts.shape[2], seqlen)
+        return _evaluated(tiles.transpose(2, 3) if by_keys else tiles, bits, *lengths, device=where)
 
     @classmethod
     def documents(cls, ids: Tensor, ids_k: Tensor | None = None, *, device: Device = None) -> TileMask:
         """Queries see the keys of their own document. `ids` are integers (seqlen,) or (batch, seqlen), `ids_k` those of
         the keys if they differ. A negative id is padding: it sees nothing and nothing sees it.
         """
-        q = _ids("ids", ids, device)
-        k = q if ids_k is None else _ids("ids_k", ids_k, device)
+        q = _ids("ids", ids)
+        k = q if ids_k is None else _together("ids_k", _ids("ids_k", ids_k), "ids", q, device)
         if q.shape[0] != k.shape[0] and 1 not in (q.shape[0], k.shape[0]):
             raise InvalidProblem("ids_k", f"batch {q.shape[0]} as ids has", k.shape[0], "Give both the same batch.")
         batch = max(q.shape[0], k.shape[0])
         q, k = q.expand(batch, -1), k.expand(batch, -1)
         lengths = q.shape[1], k.shape[1]
-        tiles = _unknown((batch, 1), lengths, q.device)
+        where = _device_of(q, device)
+        tiles = _to_sort((batch, 1), lengths, where)
         q_tiles = _in_tiles(q)
         k_tiles = q_tiles if ids_k is None else _in_tiles(k)
         if tiles.numel():
-            q_low, q_high = q_tiles.aminmax(dim=-1)
-            k_low, k_high = (q_low, q_high) if ids_k is None else k_tiles.aminmax(dim=-1)
+            q_low, q_high = _least_and_most(q_tiles, tiles.device)
+            k_low, k_high = (q_low, q_high) if ids_k is None else _least_and_most(k_tiles, tiles.device)
             q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
             same = torch.minimum(q_low, k_low) == torch.maximum(q_high, k_high)
             # Also where all ids of one side are negative, and they may be the same.
             apart = torch.minimum(q_high, k_high) < torch.maximum(q_low, k_low).clamp_min(0)
-            tiles.masked_fill_(same[:, None], FULL).masked_fill_(apart[:, None], EMPTY)
+            # An id that both have. Not the lowest ones: these may be padding.
+            shared = (q_high == k_high) | (q_high == k_low) | (q_low == k_high)
+            tiles.masked_fill_(shared[:, None], PARTIAL).masked_fill_(same[:, None], FULL)
+            tiles.masked_fill_(apart[:, None], EMPTY)
+        q_tiles = _sent(q_tiles, where)
+        k_tiles = q_tiles if ids_k is None else _sent(k_tiles, where)
 
         def bits(b: Tensor, _h: Tensor, m: Tensor, n: Tensor) -> Tensor:
             mine = q_tiles[b, m][:, :, None]
             return packed((mine == k_tiles[b, n][:, None]) & (mine >= 0))
 
-        return _evaluated(tiles, bits, *lengths)
+        return _evaluated(tiles, bits, *lengths, device=where)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, seqlen: int, *, device: Device = None) -> TileMask:
         """Documents one after the other within a row of `seqlen` tokens; `cu_seqlens` are running totals from 0.
         Tokens past the last total are padding.
         """
-        _check_totals(cu_seqlens)
         _check_length("seqlen", seqlen)
-        totals = cu_seqlens.to(device=cu_seqlens.device if device is None else device, dtype=torch.int64)
-        position = torch.arange(seqlen, dtype=torch.int64, device=totals.device)
+        _check_totals(cu_seqlens, seqlen)
+        totals = cu_seqlens.to(device="cpu", dtype=torch.int64)
+        position = torch.arange(seqlen, dtype=torch.int64, device="cpu")
         ids = torch.bucketize(position, totals[1:].contiguous(), right=True)
-        return cls.documents(ids.masked_fill(ids == len(totals) - 1, -1))
+        return cls.documents(ids.masked_fill_(ids == len(totals) - 1, -1), device=_device_of(cu_seqlens, device))
 
     @classmethod
     def prefix(
@@ -185,10 +197,9 @@ class TileMask:
         causally, the last query aligned with the last key.
         """
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-        rows = _positions(seqlen_q, seqlen_k, _device_of(lengths, device))
-        prefixes = torch.as_tensor(lengths, device=rows.device, dtype=torch.int64).reshape(-1, 1, 1)
-        ends = torch.maximum(prefixes, rows + 1)
-        return cls.from_intervals(torch.zeros_like(ends), ends, seqlen_k)
+        rows = _positions(seqlen_q, seqlen_k)
+        ends = torch.maximum(_prefixes(lengths), rows + 1)
+        return cls.from_intervals(torch.zeros_like(ends), ends, seqlen_k, device=_device_of(lengths, device))
 
     @classmethod
     def chunks(cls, size: int, seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None) -> TileMask:
@@ -197,8 +208,8 @@ class TileMask:
         """
         _check_length("size", size, least=1)
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-        starts = _positions(seqlen_q, seqlen_k, device) // size * size
-        return cls.from_intervals(starts, starts + size, seqlen_k)
+        starts = _positions(seqlen_q, seqlen_k) // size * size
+        return cls.from_intervals(starts, starts + size, seqlen_k, device=device)
 
     @classmethod
     def neighbourhood(
@@ -217,24 +228,26 @@ class TileMask:
             _check_length("shape", size, least=1)
             _check_length("window", width, least=1)
             width = min(width, size)
-            position = torch.arange(size, dtype=torch.int64, device=torch.device(device or "cpu"))
+            position = torch.arange(size, dtype=torch.int64, device="cpu")
             start = (position - width // 2).clamp(0, size - width)
-            bounds.append((start, start + width))
+            bounds.append(torch.stack([start, start + width]))
         if len(sizes) == 1:
-            return cls.from_intervals(*bounds[0], sizes[0])
-        (top, bottom), (left, right) = bounds
+            start, end = bounds[0].unbind()
+            return cls.from_intervals(start, end, sizes[0], device=device)
         height, width = sizes
+        # From the first neighbour to the last: tiles outside are empty.
+        ends = (bounds[0] - torch.tensor([[0], [1]], device="cpu"))[:, :, None] * width + bounds[1][:, None]
+        where = torch.device(device or "cpu")
+        tiles = _by_ranges(_in_tiles(ends.view(2, 1, 1, 1, -1)), height * width, where)
+        (top, bottom), (left, right) = (_sent(x, where).unbind() for x in bounds)
 
         def pairs(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             y, x = i // width, i % width
             ky, kx = j // width, j % width
             return (ky >= top[y]) & (ky < bottom[y]) & (kx >= left[x]) & (kx < right[x])
 
-        # From the first neighbour to the last: tiles outside are empty.
-        first = (top[:, None] * width + left).reshape(1, 1, -1, 1)
-        end = ((bottom[:, None] - 1) * width + right).reshape(1, 1, -1, 1)
-        tiles = _by_ranges(first, end, height * width)
-        return _of_pairs(pairs, height * width, height * width, torch.where(tiles == FULL, UNKNOWN, tiles))
+        tiles = torch.where(tiles == EMPTY, EMPTY, UNKNOWN).to(torch.int32)
+        return _of_pairs(pairs, height * width, height * width, tiles, device=where)
 
     @classmethod
     def tree(cls, parents: Sequence[int] | Tensor, context: int = 0, *, device: Device = None) -> TileMask:
@@ -242,7 +255,7 @@ class TileMask:
         the tree. `parents` are integers (nodes,) or (batch, nodes); a root's is negative.
         """
         given = torch.as_tensor(parents, device=_device_of(parents, device))
-        up = _ids("parents", given, None)
+        up = _ids("parents", given)
         _check_length("context", context)
         nodes = up.shape[1]
         seen = torch.eye(nodes, dtype=torch.bool, device=up.device).repeat(up.shape[0], 1, 1)
@@ -483,7 +496,7 @@ class TileMask:
                 before = is_visible(old, self.bits, b, h, *at) & (j < self.seqlen_k)
             return torch.where(i < self.seqlen_q, before, more[b, h, (i - self.seqlen_q).clamp_min(0), j])
 
-        grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, self.bits)
+        grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, bits=self.bits)
         return grown._compact()  # noqa: SLF001
 
     def _compact(self) -> TileMask:
@@ -551,33 +564,57 @@ def tile_mask(
 # Evaluation
 
 
-def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, bits: Tensor | None = None) -> TileMask:
-    """The mask of a map with unknown tiles. `bits` are those of tiles that are known."""
-    tiles = tiles.contiguous()
-    known = no_bits(tiles.device) if bits is None else bits
-    parts, count = [known] if len(known) else [], len(known)
-    unknown = (tiles == UNKNOWN).nonzero()
-    for some in unknown.split(at_once(tiles.device)) if len(unknown) else ():
-        b, h, m, n = some.unbind(1)
-        found = evaluate(b, h, m, n)
-        empty, full = (found == 0).flatten(1).all(1), (found == -1).flatten(1).all(1)
-        partial = ~(empty | full)
-        kinds = partial.cumsum(0, dtype=torch.int32).add_(count - 1)
-        tiles[b, h, m, n] = kinds.masked_fill_(empty, EMPTY).masked_fill_(full, FULL)
-        parts.append(found[partial])
-        count += len(parts[-1])
-    joined = known if not parts else parts[0] if len(parts) == 1 else torch.cat(parts)
-    return TileMask(tiles, joined, seqlen_q, seqlen_k)
+def _evaluated(
+    tiles: Tensor,
+    evaluate: Evaluate,
+    seqlen_q: int,
+    seqlen_k: int,
+    bits: Tensor | None = None,
+    device: torch.device | None = None,
+) -> TileMask:
+    """The mask of a map with unknown tiles. `bits` are those of tiles that are known; the map may be on a CPU."""
+    tiles, where = tiles.contiguous(), tiles.device if device is None else device
+    parts = [] if bits is None else [bits]
+    count = sum(map(len, parts))
+    unknown = (tiles <= UNKNOWN).nonzero()
+    is_sure = len(unknown) == 0 or not (tiles == UNKNOWN).any()
+    for some in unknown.split(at_once(where)) if len(unknown) else ():
+        found = evaluate(*_sent(some, where).unbind(1))
+        kinds = torch.arange(count, count + len(found), dtype=torch.int32, device=tiles.device)
+        if not is_sure:
+            least, most = _least_and_most(found.flatten(1), tiles.device)
+            same = least == most
+            empty, full = same & (least == 0), same & (least == -1)
+            partial = ~(empty | full)
+            if not partial.all():
+                kinds = partial.cumsum(0, dtype=torch.int32).add_(count - 1)
+                kinds.masked_fill_(empty, EMPTY).masked_fill_(full, FULL)
+                found = found[partial]
+        tiles[some.unbind(1)] = kinds
+        parts.append(found)
+        count += len(found)
+    joined = no_bits(where) if count == 0 else parts[0] if len(parts) == 1 else torch.cat(parts)
+    return TileMask(_sent(tiles, where), joined, seqlen_q, seqlen_k)
 
 
-def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, bits: Tensor | None = None) -> TileMask:
+def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, **known: Any) -> TileMask:
     """`_evaluated` by a function of pairs."""
 
     def evaluate(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         i, j = _indices(m, seqlen_q)[:, :, None], _indices(n, seqlen_k)[:, None, :]
         return packed(pairs(b[:, None, None], h[:, None, None], i, j).expand(len(b), TILE, TILE))
 
-    return _evaluated(tiles, evaluate, seqlen_q, seqlen_k, bits)
+    return _evaluated(tiles, evaluate, seqlen_q, seqlen_k, **known)
+
+
+def _sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """On the device. CUDA has read memory that is not pinned when the call returns: no need to wait for the copy."""
+    return numbers.to(device, non_blocking=device.type == "cuda" and not numbers.is_pinned())
+
+
+def _least_and_most(numbers: Tensor, device: torch.device) -> Tensor:
+    """Of the last dimension, as one tensor: reading it waits once."""
+    return torch.stack(numbers.aminmax(dim=-1)).to(device)
 
 
 def _indices(tile: Tensor, length: int) -> Tensor:
@@ -599,6 +636,12 @@ def _unknown(shared: Sequence[int], lengths: Sequence[int], device: torch.device
     return torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
 
 
+def _to_sort(shared: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """`_unknown` of a mask on the device: there, or on the CPU if it is small."""
+    count = shared[0] * shared[1] * num_tiles(lengths[0]) * num_tiles(lengths[1])
+    return _unknown(shared, lengths, torch.device("cpu") if count <= MAX_CPU_TILES else device)
+
+
 def _vmapped(fn: Callable[..., Any]) -> Pairs:
     """The function for tiles: b, h (number,), i and j (number, 128)."""
 
@@ -616,20 +659,23 @@ def _vmapped(fn: Callable[..., Any]) -> Pairs:
     return each  # type: ignore[no-any-return]
 
 
-def _by_ranges(starts: Tensor, ends: Tensor, seqlen: int) -> Tensor:
-    """The map of ranges (batch, heads, length, ranges): tiles that no range meets are empty, and full where a range of
-    every row covers them.
+def _by_ranges(bounds: Tensor, seqlen: int, device: torch.device) -> Tensor:
+    """The map of starts and ends (2, batch, heads, ranges, tiles, 128): tiles that no range meets are empty, and full
+    where a range of every row covers them.
     """
-    own = starts.shape[2]
-    tiles = _unknown(starts.shape[:2], (own, seqlen), starts.device)
+    tiles = _to_sort(bounds.shape[1:3], (bounds.shape[4] * TILE, seqlen), device)
     if tiles.numel() == 0:
         return tiles
-    (low, high_start), (low_end, high) = (_in_tiles(x.transpose(2, 3)).aminmax(dim=-1) for x in (starts, ends))
-    first = torch.arange(tiles.shape[3], dtype=torch.int64, device=starts.device) * TILE
+    (low, low_end), (high_start, high) = _least_and_most(bounds, tiles.device)[..., None]
+    first = torch.arange(0, tiles.shape[3] * TILE, TILE, dtype=torch.int64, device=tiles.device)
     last = (first + TILE).clamp_max(seqlen)
-    met = (low[..., None] < last) & (high[..., None] > first)
-    covered = (high_start[..., None] <= first) & (low_end[..., None] >= last)
-    return tiles.masked_fill(~met.any(2), EMPTY).masked_fill(covered.any(2), FULL)
+    missed = (low >= last) | (high <= first)
+    covered = (high_start <= first) & (low_end >= last)
+    if bounds.shape[3] == 1:
+        # All ranges end past where the tile begins, and one begins before its end; or the other way round.
+        met = ((low_end > first) & (low < last)) | ((high_start < last) & (high > first))
+        tiles.masked_fill_(met[:, :, 0], PARTIAL)
+    return tiles.masked_fill_(missed.all(2), EMPTY).masked_fill_(covered.any(2), FULL)
 
 
 def _in_tiles(numbers: Tensor) -> Tensor:
@@ -700,10 +746,21 @@ def _check_boolean(name: str, shape: str, mask: Any) -> None:
         raise InvalidProblem(name, expected, _shown(mask), "0 and 1 become a mask by .bool().")
 
 
-def _check_totals(cu_seqlens: Any) -> None:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
+def _check_totals(cu_seqlens: Any, seqlen: int) -> None:
+    is_integer = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in INTEGERS
+    if not is_integer or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         fix = "Give running totals from 0."
-        raise InvalidProblem("cu_seqlens", "a 1-D integer tensor", _shown(cu_seqlens), fix)
+        raise InvalidProblem("cu_seqlens", "a 1-D integer tensor with one entry or more", _shown(cu_seqlens), fix)
+    if cu_seqlens.device.type == "cpu" or (cu_seqlens.is_cuda and settings.current().check_values):
+        check_totals("cu_seqlens", cu_seqlens.tolist(), seqlen)
+
+
+def _together(name: str, own: Tensor, other: str, theirs: Tensor, device: Device) -> Tensor:
+    """The tensor where the other is."""
+    if device is None and own.device != theirs.device:
+        fix = "Move it, or name a device for both."
+        raise InvalidProblem(name, f"a tensor on {theirs.device} as {other} is", own.device, fix)
+    return own.to(theirs.device)
 
 
 def _check_same_device(one: TileMask, other: TileMask) -> None:
@@ -722,21 +779,33 @@ def _device_of(value: Any, device: Device) -> torch.device:
     return value.device if isinstance(value, Tensor) else torch.device("cpu")
 
 
-def _ids(name: str, ids: Any, device: Device) -> Tensor:
+def _prefixes(lengths: Any) -> Tensor:
+    """Integers as (batch, 1, 1), on the CPU."""
+    try:
+        found = torch.as_tensor(lengths, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        found = None
+    if found is None or found.dtype not in INTEGERS or found.dim() > 1:
+        fix = "Give an integer, or one for each sequence."
+        raise InvalidProblem("lengths", "integers", _shown(lengths) if found is None else _shown(found), fix)
+    return found.to(torch.int64).reshape(-1, 1, 1)
+
+
+def _ids(name: str, ids: Any) -> Tensor:
     """Integers as (batch, seqlen)."""
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS or ids.dim() not in (1, 2):
         fix = "Convert it with torch.as_tensor."
         raise InvalidProblem(name, "an integer tensor (seqlen,) or (batch, seqlen)", _shown(ids), fix)
-    found = ids.to(device=_device_of(ids, device), dtype=torch.int64)
+    found = ids.to(torch.int64)
     return found if found.dim() == 2 else found[None]
 
 
-def _ranges(name: str, ends: Any, device: Device) -> Tensor:
+def _ranges(name: str, ends: Any) -> Tensor:
     """Integers as (batch, heads, length, ranges)."""
     if not isinstance(ends, Tensor) or ends.dtype not in INTEGERS or not 1 <= ends.dim() <= 4:
         fix = "Give one number per row, as an integer tensor."
         raise InvalidProblem(name, "an integer tensor of 1 to 4 dimensions", _shown(ends), fix)
-    found = ends.to(device=_device_of(ends, device), dtype=torch.int64)
+    found = ends.to(torch.int64)
     if found.dim() == 4:
         return found
     # (length,), (batch, length) or (batch, heads, length).
@@ -744,9 +813,8 @@ def _ranges(name: str, ends: Any, device: Device) -> Tensor:
     return (batched[:, None] if batched.dim() == 2 else batched)[..., None]
 
 
-def _positions(seqlen_q: int, seqlen_k: int, device: Device) -> Tensor:
-    """The key that each query is aligned with, (1, 1, seqlen_q)."""
+def _positions(seqlen_q: int, seqlen_k: int) -> Tensor:
+    """The key that each query is aligned with, (1, 1, seqlen_q), on the CPU."""
     _check_length("seqlen_q", seqlen_q)
     _check_length("seqlen_k", seqlen_k)
-    where = torch.device(device or "cpu")
-    return (torch.arange(seqlen_q, dtype=torch.int64, device=where) + (seqlen_k - seqlen_q))[None, None]
+    return torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int64, device="cpu")[None, None]

@@ -23,6 +23,8 @@ EMPTY, FULL = -2, -1
 # Queries whose bits share a word, and words of a key.
 WORD = 32
 WORDS = TILE // WORD
+# The bits 56, 49, ... 7: see _packed_by_queries.
+GATHER = 0x0102040810204080
 # Words of a list of groups before its entries.
 GROUPS_HEADER = 4
 
@@ -196,9 +198,11 @@ def _packed_by_keys(pairs: Tensor) -> Tensor:
 
 
 def _packed_by_queries(pairs: Tensor) -> Tensor:
-    places = torch.arange(WORD, dtype=torch.int32, device=pairs.device)
-    by_word = pairs.reshape(-1, TILE, WORDS, WORD).transpose(1, 2)
-    return (by_word.to(torch.int32) << places).sum(3, dtype=torch.int32).reshape(-1, WORDS * TILE)
+    # A bool may be any byte but 0; as a number it is 1. Eight of them times GATHER: side by side in the highest byte.
+    numbers = pairs.to(torch.uint8, memory_format=torch.contiguous_format)
+    octets = (numbers.view(torch.int64) * GATHER).view(torch.uint8)[..., 7::8]
+    words = octets.reshape(-1, TILE, WORDS, WORD // 8).transpose(1, 2).contiguous()
+    return words.view(torch.int32).view(-1, WORDS * TILE)
 
 
 def unpacked(bits: Tensor) -> Tensor:

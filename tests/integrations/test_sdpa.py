@@ -205,6 +205,20 @@ def test_a_causal_bias_is_the_triangle_it_stands_for(way: str, corner: str, leng
             torch.testing.assert_close(mine, other, atol=2e-5, rtol=2e-5)
 
 
+def test_a_tile_mask() -> None:
+    q, k = randn(2, 4, 150, 8), randn(2, 2, 150, 8)
+    mask = tw.TileMask.documents(torch.arange(150) // 60)
+    expected = F.scaled_dot_product_attention(q, k, k, mask.dense(), enable_gqa=True)
+    found = sdpa.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    with pytest.raises(tw.InvalidProblem, match="attn_mask: expected None because is_causal is True"):
+        sdpa.scaled_dot_product_attention(q, q, q, mask, is_causal=True)
+    with pytest.raises(tw.InvalidProblem, match="attn_mask: expected a tile mask of 100 queries"):
+        sdpa.scaled_dot_product_attention(q[:, :, :100], q, q, mask)
+    with pytest.raises(tw.InvalidProblem, match="4 dimensions and one batch for a tile mask"):
+        sdpa.scaled_dot_product_attention(q[0], q[0], q[0], mask)
+
+
 def test_a_causal_bias_for_other_lengths_or_beside_is_causal_is_refused() -> None:
     q, k = randn(1, 2, 3, 8), randn(1, 2, 7, 8)
     for bias in (causal_lower_right(3, 6), causal_upper_left(4, 7), causal_lower_right(7, 7)):

@@ -32,6 +32,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.translation import number_of, top_left, worded
 from tilewise.nn.multihead import multi_head_attention_forward
 from tilewise.subclasses import check_class
+from tilewise.tile_masks import TileMask
 
 __all__ = ["InvalidCall", "register", "routed", "scaled_dot_product_attention"]
 
@@ -49,7 +50,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | TileMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -58,8 +59,8 @@ def scaled_dot_product_attention(
     """Attention of query (..., heads, seqlen_q, dim) to key and value (..., kv_heads, seqlen_k, dim), as in torch.
 
     `attn_mask` is boolean (True = attend) or floating (added to the scores, differentiable) and broadcasts to (...,
-    heads, seqlen_q, seqlen_k), or is a `torch.nn.attention.bias.CausalBias`, which makes no mask. Unequal head counts
-    need `enable_gqa`. Rejects `attn_mask` together with `is_causal`.
+    heads, seqlen_q, seqlen_k), or is a `torch.nn.attention.bias.CausalBias`, which makes no mask, or for tensors of
+    four dimensions a `TileMask`. Unequal head counts need `enable_gqa`. Rejects `attn_mask` together with `is_causal`.
 
         >>> q = torch.ones(1, 2, 4, 8)
         >>> scaled_dot_product_attention(q, q, q, is_causal=True).shape
@@ -74,10 +75,14 @@ def scaled_dot_product_attention(
         fix = "Fold the triangle into attn_mask, or call tilewise.attention, which takes both causal= and mask=."
         got = tuple(attn_mask.shape) if triangle is None else "a CausalBias"
         raise InvalidProblem("attn_mask", "None because is_causal is True", got, fix)
-    if triangle is not None:
+    tiles = attn_mask if isinstance(attn_mask, TileMask) else None
+    if triangle is not None or isinstance(attn_mask, TileMask):
         attn_mask = None
     lead: torch.Size | None = None
     if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]):
+        if tiles is not None:
+            fix = "Fold leading dimensions into the batch."
+            raise InvalidProblem("query, key, value", "4 dimensions and one batch for a tile mask", "others", fix)
         lead, query, key, value, attn_mask = _four_dims(query, key, value, attn_mask)
     elif attn_mask is not None:
         _check_mask(attn_mask, query)
@@ -97,7 +102,7 @@ def scaled_dot_product_attention(
     if is_causal:
         causal, window, key, value = top_left(query, key, value)
     masked = attn_mask is not None and attn_mask.dtype == torch.bool
-    mask, bias = (attn_mask, None) if masked else (None, attn_mask)
+    mask, bias = (attn_mask, None) if masked else (tiles, attn_mask)
     flags = {"dropout": number_of(dropout_p), "scale": number_of(scale)}
     out: Tensor = attention(query, key, value, causal=causal, window=window, mask=mask, bias=bias, **flags)
     if is_empty:
@@ -108,6 +113,7 @@ def scaled_dot_product_attention(
 def _checked(query: object, key: object, value: object, attn_mask: object, is_causal: object) -> Any:
     """Refuse what torch's own function refuses, and return an `attn_mask` whose alignment is known."""
     triangle = attn_mask if _is_causal_bias(attn_mask) else None
+    attn_mask = None if isinstance(attn_mask, TileMask) else attn_mask
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if name == "attn_mask" and (tensor is None or triangle is not None):
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -147,7 +148,9 @@ def explain(
     if unknown:
         raise validation.unexpected(explain, unknown)
     data: tuple[Any, Any, Any] = (q, k, v)
-    hidden: Any = mask
+    # A mask with contents counts for meta tensors, too.
+    read = mask if isinstance(mask, TileMask) and isinstance(q, Tensor) and q.is_meta else None
+    hidden: Any = mask if read is None else read.to("meta")
     given = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, hidden, alibi_slopes, sinks)
     kind = _kind_of(given, dropout, layout)
     options = Options(
@@ -157,14 +160,14 @@ def explain(
     # Without a seed none is drawn: planning leaves torch's generator alone.
     tensors, flags = validation.checked(kind, given, options, 0 if seed is None else seed)
     tensors = tensors._replace(seed=None) if seed is None else tensors
-    plan = plan_of(kind, tensors, flags, device)
+    plan = plan_of(kind, tensors, flags, device, read)
     if shared_prefix is None:
         return plan
     return dataclasses.replace(plan, cascade=cascade.describe(shared_prefix, tensors, flags, plan.device))
 
 
-def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -> Plan:
-    """The plan for operands and flags as the ops take them."""
+def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None, mask: TileMask | None = None) -> Plan:
+    """The plan for operands and flags as the ops take them; `mask` is a tile mask to be read instead of theirs."""
     readable = _readable(operands)
     if readable:
         problem = validation.problem_of(kind, operands, flags)
@@ -178,7 +181,9 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None) -
     grid = TileGrid(*shape)
     bands = _bands(problem, operands if readable else None)
     rated = devices.measured_cpu() if spec == devices.this_cpu() else spec
-    listed = _listed(problem, operands if readable else None, backend)
+    if mask is not None:
+        operands = operands._replace(tiles=mask.tiles, tile_bits=mask.bits, tile_lists=mask.lists)
+    listed = _listed(problem, operands, backend)
     share = 1.0 if listed is None else listed.share
     pairs = round(sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads * share)
     dims = problem.head_dim, problem.head_dim_v
@@ -228,7 +233,7 @@ def _kind_of(given: Operands, dropout: float, layout: str) -> Kind:
     return kind
 
 
-def _readable(operands: Operands) -> bool:
+def _readable(operands: Iterable[Tensor | None]) -> bool:
     """Whether index tensors have contents: they are neither meta nor fake."""
     return not any(isinstance(t, FakeTensor) or t.is_meta for t in operands if t is not None)
 
@@ -272,9 +277,9 @@ def _reported(problem: AttentionProblem, name: str | None) -> tuple[str | None, 
     return (backend.fp8_path(problem) if problem.fp8 else None), backend.unordered(problem)
 
 
-def _listed(problem: AttentionProblem, operands: Operands | None, name: str | None) -> ListedTiles | None:
+def _listed(problem: AttentionProblem, operands: Operands, name: str | None) -> ListedTiles | None:
     """What a tile mask leaves, if there is one and it can be read."""
-    if operands is None or operands.tiles is None or operands.tile_bits is None:
+    if operands.tiles is None or operands.tile_bits is None or not _readable([operands.tiles]):
         return None
     path = "no backend takes it"
     if name is not None and isinstance(backend := dispatch.load(name), TileMasking):

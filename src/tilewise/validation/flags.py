@@ -118,7 +118,10 @@ def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> N
             kind = (
                 "a torch.Tensor" + (", a TileMask" if name == "mask" else "") + (" or None" if name in optional else "")
             )
-            raise InvalidProblem(name, kind, type(value).__name__, "Convert it with torch.as_tensor.")
+            fix = "Convert it with torch.as_tensor."
+            if name == "mask":
+                fix = "tile_mask takes a function, TileMask.from_block_mask a BlockMask, TileMask.stack several masks."
+            raise InvalidProblem(name, kind, type(value).__name__, fix)
         if value.is_nested:
             fix = (
                 "Pass x.values() to attention_varlen, with x.offsets() as its cu_seqlens. For that x is (batch, "
