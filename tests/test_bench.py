@@ -20,7 +20,6 @@ from suite.peers import implementations
 from suite.results import CaseResult, Measured, Results
 from tilewise.errors import InvalidProblem
 
-ROOT = Path(__file__).parent.parent
 REGISTRIES = (cpu_cases("aarch64"), cpu_cases("x86_64"), gpu_cases())
 LIMITS = runner.Limits(seconds_per_case=0.02, max_seconds=60.0, threads=1)
 

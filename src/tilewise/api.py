@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,10 +18,15 @@ from tilewise.problem import Kind
 from tilewise.tile_masks import TileMask
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import TypedDict, TypeVar, Unpack
 
     # For type checkers only: they learn what return_* changes. The functions below spell out every flag.
-    class Common(TypedDict, total=False):
+    No = Literal[False]
+    Yes = Literal[True]
+    Lse = TypeVar("Lse")
+    Logits = TypeVar("Logits")
+
+    class Common(TypedDict, Generic[Lse, Logits], total=False):
         """The flags every call shares."""
 
         causal: bool
@@ -34,26 +39,28 @@ if TYPE_CHECKING:
         scale: float | None
         deterministic: bool | Literal["batch"] | None
         backend: str
+        return_lse: Lse
+        return_max_logits: Logits
         out: Tensor | None
 
-    class Random(Common, total=False):
+    class Random(Common[Lse, Logits], total=False):
         """`Common` and dropout."""
 
         dropout: float
         seed: int | Tensor | None
 
-    class Dense(Random, total=False):
+    class Dense(Random[Lse, Logits], total=False):
         """What `attention` takes."""
 
         layout: str
 
-    class Varlen(Random, total=False):
+    class Varlen(Random[Lse, Logits], total=False):
         """What `attention_varlen` takes."""
 
         max_seqlen_q: int | None
         max_seqlen_k: int | None
 
-    class Paged(Common, total=False):
+    class Paged(Common[Lse, Logits], total=False):
         """What `attention_paged` takes."""
 
         cu_seqlens_q: Tensor | None
@@ -84,44 +91,14 @@ DROPOUT, WINDOW = Options._fields.index("dropout"), Options._fields.index("windo
 
 
 @overload
-def attention(
-    q: Attended,
-    k: Attended,
-    v: Attended,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logits: Literal[False] = ...,
-    **flags: Unpack[Dense],
-) -> Tensor: ...
+def attention(q: Attended, k: Attended, v: Attended, **flags: Unpack[Dense[No, No]]) -> Tensor: ...
+@overload
+def attention(q: Attended, k: Attended, v: Attended, **flags: Unpack[Dense[Yes, No]]) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(q: Attended, k: Attended, v: Attended, **flags: Unpack[Dense[No, Yes]]) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
-    q: Attended,
-    k: Attended,
-    v: Attended,
-    *,
-    return_lse: Literal[True],
-    return_max_logits: Literal[False] = ...,
-    **flags: Unpack[Dense],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def attention(
-    q: Attended,
-    k: Attended,
-    v: Attended,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logits: Literal[True],
-    **flags: Unpack[Dense],
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def attention(
-    q: Attended,
-    k: Attended,
-    v: Attended,
-    *,
-    return_lse: Literal[True],
-    return_max_logits: Literal[True],
-    **flags: Unpack[Dense],
+    q: Attended, k: Attended, v: Attended, **flags: Unpack[Dense[Yes, Yes]]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention(
     q: Attended,
@@ -185,51 +162,19 @@ def attention(
 
 @overload
 def attention_varlen(
-    q: Attended,
-    k: Attended,
-    v: Attended,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logits: Literal[False] = ...,
-    **flags: Unpack[Varlen],
+    q: Attended, k: Attended, v: Attended, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **flags: Unpack[Varlen[No, No]]
 ) -> Tensor: ...
 @overload
 def attention_varlen(
-    q: Attended,
-    k: Attended,
-    v: Attended,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_max_logits: Literal[False] = ...,
-    **flags: Unpack[Varlen],
+    q: Attended, k: Attended, v: Attended, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **flags: Unpack[Varlen[Yes, No]]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_varlen(
-    q: Attended,
-    k: Attended,
-    v: Attended,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logits: Literal[True],
-    **flags: Unpack[Varlen],
+    q: Attended, k: Attended, v: Attended, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **flags: Unpack[Varlen[No, Yes]]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_varlen(
-    q: Attended,
-    k: Attended,
-    v: Attended,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_max_logits: Literal[True],
-    **flags: Unpack[Varlen],
+    q: Attended, k: Attended, v: Attended, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **flags: Unpack[Varlen[Yes, Yes]]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_varlen(
     q: Attended,
@@ -286,10 +231,7 @@ def attention_paged(
     v_pages: Attended,
     block_table: Tensor,
     seqlens_k: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logits: Literal[False] = ...,
-    **flags: Unpack[Paged],
+    **flags: Unpack[Paged[No, No]],
 ) -> Tensor: ...
 @overload
 def attention_paged(
@@ -298,10 +240,7 @@ def attention_paged(
     v_pages: Attended,
     block_table: Tensor,
     seqlens_k: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_max_logits: Literal[False] = ...,
-    **flags: Unpack[Paged],
+    **flags: Unpack[Paged[Yes, No]],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_paged(
@@ -310,10 +249,7 @@ def attention_paged(
     v_pages: Attended,
     block_table: Tensor,
     seqlens_k: Tensor,
-    *,
-    return_lse: Literal[False] = ...,
-    return_max_logits: Literal[True],
-    **flags: Unpack[Paged],
+    **flags: Unpack[Paged[No, Yes]],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_paged(
@@ -322,10 +258,7 @@ def attention_paged(
     v_pages: Attended,
     block_table: Tensor,
     seqlens_k: Tensor,
-    *,
-    return_lse: Literal[True],
-    return_max_logits: Literal[True],
-    **flags: Unpack[Paged],
+    **flags: Unpack[Paged[Yes, Yes]],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_paged(
     q: Attended,

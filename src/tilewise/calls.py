@@ -177,7 +177,7 @@ def slot_of(
     seed: Any = None,
     groups: Any = None,
 ) -> Found:
-    """The slot of a call, or None for a call that is not cached, and the addresses of its tensors if it hit at once.
+    """The slot of a call and the addresses of its tensors that are not None, or NOTHING for a call that is not cached.
 
     `tensors` are in the order of `Operands`, without trailing Nones; `key` is the rest of the signature. `dropout`,
     `window` and `seed` are inspected: a call with dropout depends on a random seed and is not cached. `groups`, the
@@ -218,7 +218,7 @@ def slot_of(
             places = last.signature.places(tensors)
             if places is not None:
                 return last, places
-        return NOTHING if is_watched() else (_looked_up(family, tensors, groups), None)
+        return NOTHING if is_watched() else _looked_up(family, tensors, groups)
     # Unhashable flags, tensors without strides or storage, or no tensors at all: validated on every call.
     except (TypeError, RuntimeError, AttributeError):
         return NOTHING
@@ -228,7 +228,7 @@ def _are_plain(groups: Any) -> bool:
     return tuple not in map(type, groups) and INTEGERS.issuperset(map(type, itertools.chain.from_iterable(groups)))
 
 
-def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | None:
+def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Found:
     looks: list[Any] = []
     places: list[int] = []
     for tensor in tensors:
@@ -239,13 +239,13 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Slot | No
             places.append(tensor.data_ptr())
             looks.append(places[-1] % ALIGNMENT)
         else:
-            return None
+            return NOTHING
     slot = _slot(family, groups, _is_latent(places), *looks)
     # Rebuilt where the guards reject tensors with an equal key: autocast, inference mode, or other tensors repeated.
     if slot.signature is None or slot.signature.places(tensors) is None:
         slot.signature = Signature(tensors)
     family.last = slot
-    return slot
+    return slot, tuple(places)
 
 
 def _is_cast(tensors: Sequence[Any]) -> bool:

@@ -218,7 +218,7 @@ def issue(a: Any, b: Memory, acc: Any, use_acc: bool = True, is_async: bool = Fa
 
 def wait_products(pending: int, deps: list[Any]) -> Any:
     if not HERE.grid.late_loads:
-        time.sleep(1e-2)  # loads land at once: give the producer time to overwrite what is still to be read
+        time.sleep(2e-3)  # loads land at once: give the producer time to overwrite what is still to be read
     while len(HERE.products) > pending:
         HERE.products.pop(0).run()
     results = tuple(d.finished() if isinstance(d, Product) else d for d in deps)

@@ -158,11 +158,6 @@ def test_latents(case: Case, backend: str, device: str) -> None:
     check(*runnable(case, backend, device))
 
 
-@over(lambda: single_cases((torch.float64,)))
-def test_double_precision(case: Case, backend: str, device: str) -> None:
-    check(*runnable(case, backend, device))
-
-
 @pytest.mark.slow
 @over(pair_cases)
 def test_pairs_of_features(case: Case, backend: str, device: str) -> None:

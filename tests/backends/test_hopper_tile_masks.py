@@ -126,26 +126,3 @@ def test_the_backward_walks_lists(
             assert error <= 0.015 * largest, f"{name}: error {error}, largest {largest}"
             unseen = (theirs == 0).all(-1) if theirs.dim() == 4 else theirs == 0
             assert not mine[unseen].any(), f"{name} of rows that see nothing"
-
-
-def test_full_tiles_are_visited_without_a_mask(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block masks its first tile, and others only if they have bits or are the last ones of the keys."""
-    emulated("launch").forward_pass.cache_clear()
-    forward = emulated("forward")
-    visited: list[bool] = []
-    attend = forward.attend.function
-
-    def counted(*arguments: Any) -> Any:
-        visited.append(arguments[-2])
-        return attend(*arguments)
-
-    monkeypatch.setattr(forward, "attend", counted)
-    MODE.late_loads = False
-    case = Case(128, heads=(1, 1), seqlens=(256, 768))
-    dense = torch.ones(256, 768, dtype=torch.bool)
-    dense[:, 128:256] = False  # an empty tile
-    dense[5, 300] = False  # a tile with bits
-    problem, operands, _ = masked(case, TileMask.from_dense(dense))
-    emulated("launch").run_forward(problem, operands)
-    # Two warpgroups of two blocks with five tiles each; the first block has bits next to the last tile.
-    assert sorted(visited) == [False] * (2 * (3 + 4)) + [True] * 2

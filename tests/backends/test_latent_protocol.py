@@ -99,6 +99,7 @@ def test_p_that_is_not_waited_for_is_found(
 ) -> None:
     """One warpgroup hands P over, the other gives the buffer back: each must wait for the other."""
     MODE.late_loads = False
+    monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)
     ring = emulated("channels").Ring
     wait = ring.wait
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.fp8 import Fp8Tensor
-from tilewise.kv import PagedKVCache, append_rotated, rotary_table
+from tilewise.kv import PagedKVCache, append_rotated, rotary_table, rotated
+from tilewise.kv.rotated_arguments import Step
 
 E4M3 = torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, DIM_V, PAGES, PAGE_SIZE, LONGEST = 6, 2, 24, 40, 6, 4, 50
@@ -413,6 +414,38 @@ def test_gradients_are_refused() -> None:
         append_rotated(**given)
     with torch.no_grad():
         assert not append_rotated(**given).requires_grad
+
+
+class Kernel:
+    """A stand-in for a GPU's kernel, whose launches `append_rotated` keeps."""
+
+    def __init__(self) -> None:
+        self.bound = 0
+
+    def bind_rotated(self, _step: Any, *, interleaved: bool, norm_eps: float | None, in_place: bool) -> Any:
+        del in_place
+        self.bound += 1
+        return lambda tensors: rotated._append(Step(*tensors), interleaved, norm_eps, on_host=True)
+
+
+def test_a_kept_launch_is_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that look alike are computed with their own rows, options and memory, and overlaps are seen in each."""
+    kernel = Kernel()
+    monkeypatch.setattr(rotated, "_backend", lambda _: kernel)
+    layers = [inputs() for _ in range(2)]
+    for _ in range(3):
+        for number, given in enumerate(layers):
+            given["q"].normal_()
+            before = given["q"].clone()
+            check(given | {"q": before}, append_rotated(**given, norm_eps=0.1 * number), norm_eps=0.1 * number)
+            check(given | {"q": before}, append_rotated(**given, out=given["q"]))
+    assert kernel.bound == 4
+    first, k_pages = layers[0], layers[0]["k_pages"]
+    apart = k_pages.new_empty(PAGES, PAGE_SIZE, KV_HEADS, DIM_V)
+    shared = k_pages.new_empty(2 * apart.numel())
+    over = (shared[: apart.numel()].view_as(apart), shared[: k_pages.numel()].view_as(k_pages))
+    with pytest.raises(tw.InvalidProblem, match="k_pages: expected memory that does not overlap v_pages"):
+        append_rotated(**first | {"k_pages": over[1], "v_pages": over[0]})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,12 @@ from tilewise.validation.flags import seed_tensor
 Method = Literal["auto", "ring", "all_gather", "heads"]
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import TypedDict, TypeVar, Unpack
 
     # For type checkers only: they learn what return_lse changes. The function below spells out every flag.
-    class Keywords(TypedDict, total=False):
+    Lse = TypeVar("Lse")
+
+    class Keywords(TypedDict, Generic[Lse], total=False):
         """The flags of `context_parallel_attention`."""
 
         method: Method
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
         layout: str
         deterministic: bool | None
         backend: str
+        return_lse: Lse
 
 
 CHOICES = {"method": ("auto", "ring", "all_gather", "heads"), "sharding": ("zigzag", "contiguous")}
@@ -51,23 +54,11 @@ CHOICES = {"method": ("auto", "ring", "all_gather", "heads"), "sharding": ("zigz
 
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh_or_group: MeshOrGroup = ...,
-    *,
-    return_lse: Literal[False] = ...,
-    **flags: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, mesh_or_group: MeshOrGroup = ..., **flags: Unpack[Keywords[Literal[False]]]
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh_or_group: MeshOrGroup = ...,
-    *,
-    return_lse: Literal[True],
-    **flags: Unpack[Keywords],
+    q: Tensor, k: Tensor, v: Tensor, mesh_or_group: MeshOrGroup = ..., **flags: Unpack[Keywords[Literal[True]]]
 ) -> tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
     q: Tensor,

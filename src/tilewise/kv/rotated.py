@@ -18,7 +18,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from types import NoneType
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewise import calls, dispatch, settings
-from tilewise import device as devices
 from tilewise.backends.base import Rotating
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
@@ -38,9 +36,10 @@ from tilewise.kv.writing import write_rows
 
 # Rows that a CPU rotates at a time.
 ROWS = 64
-# The launch of a call, by signature and addresses; as many as layers times batch sizes of an engine.
+# The launch of a call, by signature and addresses, for which overlaps were checked; as many as layers times batch sizes
+# of an engine.
 MAX_BOUND = 4096
-_bound: dict[Any, Callable[[Sequence[Tensor | None]], object]] = {}
+_bound: dict[tuple[calls.Slot, calls.Places], Callable[[Sequence[Tensor | None]], object]] = {}
 
 
 def rotary_table(
@@ -117,7 +116,8 @@ def append_rotated(
         torch.Size([5, 4, 16])
     """
     rest = (k_pages, v_pages, slots, positions, cos_sin, q_weight, k_weight, k_scale, v_scale)
-    key = _signature((q, k, v, out, *rest), interleaved, norm_eps)
+    slot, places = calls.slot_of((q, k, v, out, *rest), ("rotated", interleaved, norm_eps))
+    key = None if slot is None or places is None or settings.current().check_values else (slot, places)
     if key is not None and (run := _bound.get(key)) is not None:
         made = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         run((q, k, v, made, *rest))
@@ -144,23 +144,6 @@ def append_rotated(
         else:
             _append(step, interleaved, norm_eps, on_host=plain and q.device.type == "cpu")
     return made
-
-
-def _signature(tensors: Sequence[Tensor | None], *options: object) -> Any:
-    """Everything that checks and launches depend on; None where they depend on more."""
-    if calls.is_watched() or settings.current().check_values or options[-1].__class__ not in (float, int, NoneType):
-        return None
-    if options[0].__class__ is not bool:
-        return None
-    found: list[object] = [torch.is_grad_enabled(), devices.override(), *options]
-    for t in tensors:
-        if t is None:
-            found.append(None)
-        elif t.__class__ is Tensor or t.__class__ is Parameter:
-            found.append((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg()))
-        else:
-            return None
-    return tuple(found)
 
 
 def _places(step: Step) -> list[int | None]:

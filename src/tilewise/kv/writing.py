@@ -15,8 +15,9 @@ from tilewise.errors import InvalidProblem
 
 __all__ = ["copy_pages", "write_rows"]
 
-# Dtypes that the kernels take.
+# Dtypes that the kernels take. Codes are moved as bytes.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+CODES = (torch.float8_e4m3fn, torch.int8)
 
 
 def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
@@ -25,6 +26,8 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     Pages (num_pages, page_size, num_kv_heads, dim) have the same dtype and device. slots is int64 (total,), each within
     the pages, or negative for a row that is skipped. No two rows have the same slot.
     """
+    if k.dtype in CODES:
+        k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
     given = (k, v, k_pages, v_pages, slots)
     slot, places = calls.slot_of(given, ("write",))
     if slot is not None and slot.call is not None:
@@ -39,9 +42,6 @@ def _write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
     given = (k, v, k_pages, v_pages, slots)
     if slots.dtype != torch.int64:
         raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
-    if k.dtype in (torch.float8_e4m3fn, torch.int8):
-        # Codes are moved as bytes.
-        k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
     backend = dispatch.serving(k.device.type) if _takes(k, v, k_pages, v_pages) else None
     if backend is not None:
         ready = (contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())

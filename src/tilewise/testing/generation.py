@@ -64,10 +64,10 @@ FEATURES = _features()
 EXCLUDED = ({"bshd", "varlen"}, {"bshd", "paged"}, {"dropout", "paged"})
 
 
-def single_cases(dtypes: tuple[torch.dtype, ...] = DTYPES) -> list[Case]:
+def single_cases() -> list[Case]:
     """Plain attention of every kind and every feature alone, the dtypes in turn."""
     alone = [(), *((feature,) for feature in FEATURES)]
-    return [_case(features, dtypes[index % len(dtypes)]) for index, features in enumerate(alone)]
+    return [_case(features, DTYPES[index % len(DTYPES)]) for index, features in enumerate(alone)]
 
 
 def pair_cases() -> list[Case]:

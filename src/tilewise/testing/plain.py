@@ -66,7 +66,7 @@ def masked_scores(case: Case, inputs: Inputs, view: SequenceView) -> Tensor:
     """Scores (num_heads, seqlen_q, seqlen_k) after scale, softcap, ALiBi, bias and masks; -inf where masked."""
     seqlen_q, seqlen_k = view.q.shape[1], view.k.shape[1]
     scale = 1.0 / math.sqrt(case.head_dim) if case.scale is None else case.scale
-    s = (view.q * scale) @ view.k.transpose(1, 2)
+    s = _product(view.q * scale, view.k.transpose(1, 2))
     if case.softcap is not None:
         s = case.softcap * torch.tanh(s / case.softcap)
     # How far key j is to the right of the query's own position, bottom-right aligned.
@@ -89,6 +89,15 @@ def masked_scores(case: Case, inputs: Inputs, view: SequenceView) -> Tensor:
     if inputs.mask is not None:
         hidden = hidden | ~inputs.mask.expand(scores_shape)[view.sequence, :, :seqlen_q, :seqlen_k]
     return s.masked_fill(hidden, -math.inf)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """A matrix product in the dtype of its factors. Of half precision CPUs without such instructions are slow, so they
+    sum in fp32 and round once, as the others do.
+    """
+    if a.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
+        return (a.float() @ b.float()).to(a.dtype)
+    return a @ b
 
 
 def dropout_factor(case: Case, view: SequenceView, dropout_seed: int) -> Tensor:
@@ -122,7 +131,7 @@ def _attend(
         # As the contract says: relative to the row's largest one, times 2^8.
         unit = p.float().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 2.0**8
         p = (p.float() / unit).to(torch.float8_e4m3fn).float() * unit
-    out = p.to(view.v.dtype) @ view.v
+    out = _product(p.to(view.v.dtype), view.v)
     return out, lse.masked_fill(empty.squeeze(-1), -math.inf)
 
 

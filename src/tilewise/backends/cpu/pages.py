@@ -121,15 +121,15 @@ def _source_words(
     by_dtype(e, dtype, SOURCES, of_dtype)
 
 
-@kernel("iii", "f")
-def row_amax(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
-    """The largest finite magnitude of `dim` elements."""
+def _largest(e: Emitter, source: Value, dtype: Value, dim: Value, *, finite: bool) -> Value:
+    """The largest magnitude of `dim` elements, or of the finite ones among them."""
     b, found = e.b, e.b.alloca(I32)
     b.store(ir.Constant(I32, 0), found)
 
-    def part(_i: Value, value: Value, size: Value) -> None:
-        lanes = value.type.count
-        size = b.select(b.icmp_signed("<", size, e.i32s(INFINITE, lanes)), size, e.i32s(0, lanes))
+    def part(_i: Value, _value: Value, size: Value) -> None:
+        lanes = size.type.count
+        if finite:
+            size = b.select(b.icmp_signed("<", size, e.i32s(INFINITE, lanes)), size, e.i32s(0, lanes))
         # Magnitudes are ordered like their bits.
         kind = ir.FunctionType(I32, [size.type])
         top = b.call(e.declared(f"llvm.vector.reduce.smax.v{lanes}i32", kind), [size])
@@ -138,6 +138,18 @@ def row_amax(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
 
     _source_words(e, source, dtype, dim, part)
     return b.bitcast(b.load(found), F32)
+
+
+@kernel("iii", "f")
+def row_amax(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
+    """The largest finite magnitude of `dim` elements."""
+    return _largest(e, source, dtype, dim, finite=True)
+
+
+@kernel("iii", "f")
+def row_top(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
+    """The largest magnitude of `dim` elements; infinite or NaN if one is."""
+    return _largest(e, source, dtype, dim, finite=False)
 
 
 @kernel("iiiif")
@@ -169,22 +181,6 @@ def encode_int8_row(e: Emitter, source: Value, dtype: Value, dim: Value, target:
         e.store(b.add(target, i), b.trunc(codes, ir.VectorType(I8, lanes)), align=1)
 
     _source_words(e, source, dtype, dim, part)
-
-
-@kernel("iii", "f")
-def row_top(e: Emitter, source: Value, dtype: Value, dim: Value) -> Value:
-    """The largest magnitude of `dim` elements; infinite or NaN if one is."""
-    b, found = e.b, e.b.alloca(I32)
-    b.store(ir.Constant(I32, 0), found)
-
-    def part(_i: Value, _value: Value, size: Value) -> None:
-        kind = ir.FunctionType(I32, [size.type])
-        top = b.call(e.declared(f"llvm.vector.reduce.smax.v{size.type.count}i32", kind), [size])
-        before = b.load(found)
-        b.store(b.select(b.icmp_signed(">", top, before), top, before), found)
-
-    _source_words(e, source, dtype, dim, part)
-    return b.bitcast(b.load(found), F32)
 
 
 @kernel("iif")

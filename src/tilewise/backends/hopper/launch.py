@@ -568,27 +568,42 @@ def decode_arguments(
 ) -> dict[str, Any]:
     """The arguments of the decode kernel; `programs` CTAs share the work."""
     paged = config.IS_PAGED
-    left, right = problem.band
     return {
         **_key_tiles(problem, config, views),
+        **_reader_arguments(problem, config, views, part_sizes(config, programs)[0], programs * config.LANES),
+        "counters_ptr": COUNTER,
+        "v_page_rows": page_rows(problem, views["v"]) if paged else None,
+        "k_scale": _scale("k_scale", views),
+        "v_scale": _scale("v_scale", views),
+    }
+
+
+def _reader_arguments(
+    problem: AttentionProblem,
+    config: DecodeConfig | LatentConfig,
+    views: dict[str, View],
+    output_words: int,
+    shares: int,
+) -> dict[str, Any]:
+    """What the kernels for few queries have in common. `shares` parts of the keys leave `output_words` words of O in
+    the workspace, and statistics behind them.
+    """
+    paged, (left, right) = config.IS_PAGED, problem.band
+    return {
         **{name: _rows(problem, name, views[name]) for name in ("q", "out", "lse")},
         "sinks_ptr": single_address(views, "sinks"),
         "parts_ptr": Address("workspace", torch.float32),
-        "stats_ptr": Address("workspace", torch.float32, offset=4 * part_sizes(config, programs)[0]),
-        "counters_ptr": COUNTER,
+        "stats_ptr": Address("workspace", torch.float32, offset=4 * output_words),
         "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
         "cu_seqlens_k": single_address(views, "seqlens_k" if paged else "cu_seqlens_k"),
         "block_table": single_address(views, "block_table"),
         "table_stride": views["block_table"].strides[0] if paged else None,
         "k_page_rows": page_rows(problem, views["k"]) if paged else None,
-        "v_page_rows": page_rows(problem, views["v"]) if paged else None,
-        "k_scale": _scale("k_scale", views),
-        "v_scale": _scale("v_scale", views),
         "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
         "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
         "sizes": DecodeSizes(
             batch=problem.batch,
-            pace=problem.batch / (programs * config.LANES),
+            pace=problem.batch / shares,
             num_kv_heads=problem.num_kv_heads,
             seqlen_q=tokens_of(problem, packed_queries=config.PACKED_Q),
             seqlen_k=problem.seqlen_k,
@@ -628,34 +643,12 @@ def latent_arguments(
     problem: AttentionProblem, config: LatentConfig, grid: tuple[int, int], views: dict[str, View]
 ) -> dict[str, Any]:
     """The arguments of the kernel for latents."""
-    paged, (left, right) = config.IS_PAGED, problem.band
     keys = packed_rows(problem, "k", views["k"])
     outputs, statistics, _ = latent_sizes(problem, config, grid)
     return {
         "k_desc": describe("k", keys, shapes_of(problem)["k"], config.CHUNK, PANEL_BYTES // keys.dtype.itemsize),
-        **{name: _rows(problem, name, views[name]) for name in ("q", "out", "lse")},
-        "sinks_ptr": single_address(views, "sinks"),
-        "parts_ptr": Address("workspace", torch.float32),
-        "stats_ptr": Address("workspace", torch.float32, offset=4 * outputs),
+        **_reader_arguments(problem, config, views, outputs, grid[0]),
         "items_ptr": Address("workspace", torch.int32, aligned=False, offset=4 * (outputs + statistics)),
-        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": single_address(views, "seqlens_k" if paged else "cu_seqlens_k"),
-        "block_table": single_address(views, "block_table"),
-        "table_stride": views["block_table"].strides[0] if paged else None,
-        "k_page_rows": page_rows(problem, views["k"]) if paged else None,
-        "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
-        "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
-        "sizes": DecodeSizes(
-            batch=problem.batch,
-            pace=problem.batch / grid[0],
-            num_kv_heads=problem.num_kv_heads,
-            seqlen_q=tokens_of(problem, packed_queries=config.PACKED_Q),
-            seqlen_k=problem.seqlen_k,
-            total_q=problem.total_q,
-            window_left=(left or 0) if config.HAS_LEFT else 0,
-            window_right=(right or 0) if config.HAS_RIGHT else 0,
-        ),
-        "C": config,
     }
 
 
