@@ -57,6 +57,8 @@ D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=
 D64 = replace(D64_BANDED, CARRY_PAIRS=True)
 # With two consumers, separate barriers win: Q K^T can start before V arrives.
 D128 = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
+# Next to maxima that are kept, ptxas computes those of all rows before the first exponential. Integers take less time.
+D128_TOP = replace(D128, INTEGER_MAX=True, CARRY_PAIRS=True)
 # Two column parts of 128 + 64 instead of padding to 256.
 D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, OUT_IN_Q=True, IS_LAZY=True)
 # O takes 128 registers of a thread, so the key tile is halved.
@@ -373,7 +375,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
             return D64_QUAD
         return D64_BANDED if banded else D64
     if width == 128:
-        return D128
+        return D128_TOP if problem.max_logits and not banded else D128
     if width == 192:
         return D192
     if width > 256:
