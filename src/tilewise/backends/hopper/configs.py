@@ -59,6 +59,8 @@ D64 = replace(D64_BANDED, CARRY_PAIRS=True)
 D128 = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
 # Next to maxima that are kept, ptxas computes those of all rows before the first exponential. Integers take less time.
 D128_TOP = replace(D128, INTEGER_MAX=True, CARRY_PAIRS=True)
+# Rows of a tile mask differ as much in work as causal ones (see D256_CAUSAL).
+D128_LISTED = replace(D128, TAKES_LATE=True)
 # Two column parts of 128 + 64 instead of padding to 256.
 D192 = ForwardTile(BLOCK_N=64, NUM_STAGES=3, Q_STAGES=1, MERGE_KV=True, OUT_IN_Q=True, IS_LAZY=True)
 # O takes 128 registers of a thread, so the key tile is halved.
@@ -363,7 +365,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
     packed = problem.kind != "dense"
     plain_causal = has_right(problem) and problem.band == (None, 0) and not packed
     if problem.tiles_shape is not None:
-        return D64_QUAD if width == 64 else D128
+        return D64_QUAD if width == 64 else D128_LISTED
     if width == 64:
         rows = problem.total_q // problem.batch if packed else problem.seqlen_q
         most_keys, most_rows = (QUAD_BANDED_SEQLEN_K, QUAD_BANDED_ROWS) if banded else (QUAD_SEQLEN_K, QUAD_ROWS)

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.listed import entry_at, hide_scores, list_at, load_words, place_words
+from tilewise.backends.hopper.listed import entry_at, hide_scores, list_at, load_words, send_place
 from tilewise.backends.hopper.primitives import from_pairs, in_pairs, pin, uniform
 from tilewise.backends.hopper.products import (
     issue_output,
@@ -132,23 +132,19 @@ def load_values(desc, smem, slot, ready, paging, span, head, row, C: gl.constexp
 
 
 @gluon.jit
-def take_next(counter_ptr, num_entries, lists, pipe, tile_turn, sizes, C: gl.constexpr):
-    """Take the CTA's next tile from the counter: its number and, under a tile mask, its words, which are to be sent
-    after the key loop. Unless places are sent, send the number to the consumers.
+def take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C: gl.constexpr):
+    """Take the CTA's next tile from the counter. Unless places are sent, send its number to the consumers.
 
     Called before the key loop, the atomic's latency is hidden, but the tile taken waits until this one is done. With
     TAKES_LATE it is called after the loop.
     """
-    words = 0
     if C.IS_VARLEN:
         tile = take_tile(counter_ptr, num_entries * sizes.num_items, True)
     else:
         tile = take_tile(counter_ptr, sizes.num_tiles, True)
-        if C.IS_LISTED:
-            tile, words = place_words(lists, tile, sizes)
-        else:
+        if not C.IS_LISTED:
             pipe.tiles.send(tile_turn, tile)
-    return tile, words
+    return tile
 
 
 @gluon.jit
@@ -169,8 +165,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
         num_entries = gl.load(work_ptr)
         tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
     if C.IS_LISTED:
-        tile, first_words = place_words(lists, tile, sizes)
-        pipe.tiles.send(tile_turn, first_words)
+        tile = send_place(lists, tile, pipe.tiles, tile_turn, sizes)
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 1, C)
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
@@ -193,7 +188,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
                 load_keys(k_desc, pipe.k_smem, kv_at.slot, ready, paging, kv_span, kv_head, last * BLOCK_N, C)
         q_at = q_at.next()
         if not C.TAKES_LATE:
-            tile, words = take_next(counter_ptr, num_entries, lists, pipe, tile_turn, sizes, C)
+            tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
         for i in range(1, count):
             if C.IS_LISTED:
                 v_row = row
@@ -214,7 +209,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
                 ready = pipe.v_ring.acquire(v_at, V_BYTES)
                 load_values(v_desc, pipe.v_smem, v_at.slot, ready, paging, kv_span, kv_head, v_row, C)
         if C.TAKES_LATE:
-            tile, words = take_next(counter_ptr, num_entries, lists, pipe, tile_turn, sizes, C)
+            tile = take_next(counter_ptr, num_entries, pipe, tile_turn, sizes, C)
         tile_turn = tile_turn.next()
         if not C.IS_LISTED:
             row = (last + 1 - count) * BLOCK_N
@@ -228,7 +223,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
         if C.IS_VARLEN:
             tile = announce(tile, num_entries, work_ptr, pipe.tiles, tile_turn, sizes)
         if C.IS_LISTED:
-            pipe.tiles.send(tile_turn, words)
+            tile = send_place(lists, tile, pipe.tiles, tile_turn, sizes)
 
 
 # ---- consumer

@@ -73,6 +73,14 @@ def place_words(lists, tile, sizes):
 
 
 @gluon.jit
+def send_place(lists, tile, mailbox, at, sizes):
+    """Producer: send the words of a block of queries, and return its rank."""
+    rank, words = place_words(lists, tile, sizes)
+    mailbox.send(at, words)
+    return rank
+
+
+@gluon.jit
 def entry_at(entries, index):
     """(tile, kind) of an entry."""
     at = entries + (HEADER + 2 * index)
