@@ -4,14 +4,20 @@ Grid: (shares of the key tiles, tiles of 64 query rows). A row is a (token, head
 is one contiguous part of the key tiles of all (sequence, K/V head) items, see decode_schedule.py. The CTAs of all row
 tiles read it at the same time, so it comes from memory once. Roles, one function each:
   producer   one warp: feeds two slots for latent tiles (64 keys) by TMA, in boxes of 64 columns
-  left       one warpgroup: S = Q K^T and the softmax; hands P and the rescaling factors to the other warpgroup through
-             shared memory; O[:, :256] += P V[:, :256]
-  right      one warpgroup: O[:, 256:] += P V[:, 256:]
+  consumer   two warpgroups, left and right: left computes S = Q K^T and the softmax of an item's even tiles, right of its
+             odd ones. Both add all tiles, in order: left to O[:, :256], right to O[:, 256:].
 A tile is loaded once for K, V and all 64 rows. O takes 128 registers of a thread in each warpgroup. Shared memory holds
-Q (72 KiB), two tiles (144 KiB) and P (8 KiB), and has no room for a third tile. So that loading begins early, a tile
-comes in two parts, each of which is loaded again as soon as its warpgroup is done with it: the columns of V that `left`
-adds, with those behind V, and the columns that `right` adds. `left` issues S of the next tile right behind its product
-with V, and begins with the part that comes first.
+Q (72 KiB), two tiles (144 KiB) and P (8 KiB), and has no room for a third tile.
+
+    left     S_0   softmax_0 | O += P_0 V_0 | O += P_1 V_1 | S_2      softmax_2 | ...
+    right    ... S_1         | O += P_0 V_0 , softmax_1 | O += P_1 V_1 | S_3    | ...
+
+Whoever computed P keeps it in registers for its own columns, and hands it to the other one through shared memory,
+together with the rows' references: each softmax continues from the reference of the tile before. There is one buffer
+for P. A warpgroup stores its own P there when it has multiplied with the other's, which nobody else reads.
+
+So that loading begins early, the columns of either warpgroup are loaded again as soon as it is done with them; those
+behind V go with left's. Products with a tile begin when its first columns are there.
 
 An item whose tiles all lie in one share is finished there. For other items every share writes a part (unnormalised O,
 maxima, sums) into the workspace, and `merge_latent_kernel` merges them in key order. So results repeat.
@@ -30,19 +36,17 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode import finish, first_pages, guess_pages, look_up, place_rows
 from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, program_of, spans_of
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, exp2, rebuilt
-from tilewise.backends.hopper.scores import capped, no_rows, quads, rescale, soften
+from tilewise.backends.hopper.primitives import NEG_INF, exp2, pin, rebuilt
+from tilewise.backends.hopper.scores import beside, capped, no_rows, rescale, soften
 
 # Query rows of a CTA, columns of V in each warpgroup, and columns of a TMA box, which also hold those behind V.
 ROWS, HALF, PANEL = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
-# Columns of Q that are stored at a time.
-Q_COLUMNS = gl.constexpr(128)
 
 
 @aggregate
 class Pipeline:
-    """The shared memory of a CTA. `rest` are the columns behind V. P and two numbers for each of the four threads of a
-    row go from left to right.
+    """The shared memory of a CTA. `rest` are the columns behind V. The rings' slots are those of the latent tiles.
+    What a warpgroup tells the other one has a slot of `told` for either direction: P, queries, sums.
     """
 
     q_smem: gl.shared_memory_descriptor
@@ -53,10 +57,10 @@ class Pipeline:
     rows_smem: gl.shared_memory_descriptor
     left_ring: Ring
     right_ring: Ring
-    p_ring: Ring
+    told: Ring
 
     @gluon.constexpr_function
-    def __init__(self, q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, p_ring):
+    def __init__(self, q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, told):
         self.q_smem = q_smem
         self.q_rest = q_rest
         self.k_smem = k_smem
@@ -65,46 +69,70 @@ class Pipeline:
         self.rows_smem = rows_smem
         self.left_ring = left_ring
         self.right_ring = right_ring
-        self.p_ring = p_ring
+        self.told = told
 
 
 # ---- producer
 
 
 @gluon.jit
-def fetch(desc, at, span, head, row, pages, page_rows, pipe, C: gl.constexpr):
-    """Start the copies of a latent tile into its slot. Rows past the sequence's end arrive as zeros (see tile_at)."""
+def fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, COLUMN: gl.constexpr, C: gl.constexpr):
+    """Start the copy of PANEL columns of a latent tile. Rows past the sequence's end arrive as zeros (see tile_at)."""
     CHUNK: gl.constexpr = C.CHUNK
     PACKED: gl.constexpr = C.IS_VARLEN or C.IS_PAGED
     DIM: gl.constexpr = 3 if PACKED else 2
-    PANELS: gl.constexpr = HALF // PANEL
-    for side in gl.static_range(2):
-        if side == 0:
-            ready = pipe.left_ring.acquire(at, C.BLOCK_N * (HALF + PANEL) * 2)
+    for c in gl.static_range(C.BLOCK_N // C.CHUNK):
+        first = row + c * CHUNK
+        keys = span
+        if C.IS_PAGED:
+            page_row = first % C.PAGE_SIZE
+            inside = max(min(span[2] - (first - page_row), C.PAGE_SIZE), 0)
+            keys = (0, pages[c] * page_rows, inside)
+            first = page_row
+        if COLUMN < C.DV:
+            box = pipe.k_smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM).slice(COLUMN, PANEL, dim=DIM + 1)
         else:
-            ready = pipe.right_ring.acquire(at, C.BLOCK_N * HALF * 2)
-        for c in gl.static_range(C.BLOCK_N // C.CHUNK):
-            first = row + c * CHUNK
-            keys = span
-            if C.IS_PAGED:
-                page_row = first % C.PAGE_SIZE
-                inside = max(min(span[2] - (first - page_row), C.PAGE_SIZE), 0)
-                keys = (0, pages[c] * page_rows, inside)
-                first = page_row
-            rows = pipe.k_smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM)
-            for panel in gl.static_range(side * PANELS, (side + 1) * PANELS):
-                box = rows.slice(panel * PANEL, PANEL, dim=DIM + 1)
-                async_load(desc, tile_at(keys, head, first, panel * PANEL, PACKED), ready, box)
-            if side == 0:
-                box = pipe.k_rest.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM)
-                async_load(desc, tile_at(keys, head, first, C.DV, PACKED), ready, box)
+            box = pipe.k_rest.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM)
+        async_load(desc, tile_at(keys, head, first, COLUMN, PACKED), ready, box)
+
+
+@gluon.constexpr_function
+def bytes_of(piece, side, C):
+    """Bytes that arrive together: the columns behind V come with the last piece of left's."""
+    rest = 64 if side == 0 and (piece + 1) * C.PIECE == 256 else 0
+    return C.BLOCK_N * (C.PIECE + rest) * 2
+
+
+@gluon.jit
+def fetch_half(desc, at, span, head, row, pages, page_rows, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Start the copies of one warpgroup's columns when it has released them."""
+    PIECES: gl.constexpr = HALF // C.PIECE
+    BOXES: gl.constexpr = C.PIECE // PANEL
+    ring = pipe.right_ring if SIDE else pipe.left_ring
+    ring.await_free(at)
+    for piece in gl.static_range(PIECES):
+        ready = ring.announce(at.lane(piece, PIECES), bytes_of(piece, SIDE, C))
+        for box in gl.static_range(BOXES):
+            fetch_box(
+                desc, ready, at, span, head, row, pages, page_rows, pipe,
+                SIDE * HALF + (piece * BOXES + box) * PANEL, C)  # fmt: skip
+        if SIDE == 0 and piece == PIECES - 1:
+            fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, C.DV, C)
+
+
+@gluon.jit
+def fetch(desc, at, span, head, row, pages, page_rows, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Fill the slot of left's or of right's tiles, beginning with the columns that its warpgroup adds."""
+    fetch_half(desc, at, span, head, row, pages, page_rows, pipe, SIDE, C)
+    fetch_half(desc, at, span, head, row, pages, page_rows, pipe, 1 - SIDE, C)
 
 
 @gluon.jit
 def producer(k_desc, lengths, paging, sizes, pipe, C: gl.constexpr):
-    """Feed the slots with the tiles of this CTA's share."""
+    """Feed the slots with the tiles of this CTA's share; an item begins with left's."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    at = start(C.NUM_STAGES)
+    even = start(1)
+    odd = start(1).lane(1, 2)
     program = gl.program_id(0)
     asked = ()
     if not C.IS_UNIFORM:
@@ -120,18 +148,24 @@ def producer(k_desc, lengths, paging, sizes, pipe, C: gl.constexpr):
         steps = min(count - tile, end - flat)
         row = (first + tile) * BLOCK_N
         pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
-        for _i in range(steps):
-            fetch(k_desc, at, keys, head, row, pages, paging[2], pipe, C)
+        for _i in range(steps // 2):
+            fetch(k_desc, even, keys, head, row, pages, paging[2], pipe, 0, C)
             pages = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
-            at = at.next()
-            row += BLOCK_N
+            fetch(k_desc, odd, keys, head, row + BLOCK_N, pages, paging[2], pipe, 1, C)
+            pages = look_up(paging, batch_idx, row + 2 * BLOCK_N, seqlen_k, C)
+            even = even.next()
+            odd = odd.next()
+            row += 2 * BLOCK_N
+        if steps % 2 == 1:
+            fetch(k_desc, even, keys, head, row, pages, paging[2], pipe, 0, C)
+            even = even.next()
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
         span = spans_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
 
 
-# ---- left
+# ---- scores
 
 
 @gluon.jit
@@ -143,39 +177,50 @@ def load_query_columns(q, offsets, ok, first, COLUMNS: gl.constexpr, LAYOUT: gl.
 
 
 @gluon.jit
-def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
-    """Store this CTA's query rows of an item in shared memory, a few columns at a time to save registers."""
+def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Store half of the columns of this CTA's query rows in shared memory; left also stores those behind V."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token = row // C.GROUP_SIZE
     offsets = place_rows(q, batch_idx, q_start, token, head * C.GROUP_SIZE + row % C.GROUP_SIZE, C)
     ok = token < seqlen_q
-    for part in gl.static_range(C.DV // Q_COLUMNS):
-        values = load_query_columns(q, offsets, ok, part * Q_COLUMNS, Q_COLUMNS, LAYOUT, C)
-        pipe.q_smem.index(0).slice(part * Q_COLUMNS, Q_COLUMNS, dim=1).store(values)
-    pipe.q_rest.index(0).store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
+    values = load_query_columns(q, offsets, ok, SIDE * HALF, HALF, LAYOUT, C)
+    if SIDE == 0:
+        pipe.q_rest.index(0).store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
+    pipe.q_smem.index(0).slice(SIDE * HALF, HALF, dim=1).store(values)
     fence_async_shared()  # orders the stores above before wgmma's reads
 
 
 @gluon.jit
-def issue_scores(at, pipe, C: gl.constexpr):
-    """Issue S = Q K^T, as three products: the first columns of V, those behind V, and the others when they are there.
-    `rebuilt`: Q has 36 descriptors.
-    """
+def add_scores(scores, at, pipe, SIDE: gl.constexpr, FRESH: gl.constexpr, C: gl.constexpr):
+    """Issue S += Q K^T over one warpgroup's columns of a tile, as they arrive. `rebuilt`: Q has 36 descriptors."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    here = rebuilt(0, at.slot, True)
+    PIECE: gl.constexpr = C.PIECE
+    PIECES: gl.constexpr = HALF // C.PIECE
+    here = rebuilt(0, at.parity, True)
     q = pipe.q_smem.index(here)
-    k = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV])
-    rest = pipe.k_rest.index(at.slot).reshape([BLOCK_N, PANEL]).permute([1, 0])
-    pipe.left_ring.wait(at)
-    first = k.slice(0, HALF, dim=1).permute([1, 0])
-    scores = warpgroup_mma(q.slice(0, HALF, dim=1), first, zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma(pipe.q_rest.index(here), rest, scores, is_async=True)
-    pipe.right_ring.wait(at)
-    others = k.slice(HALF, HALF, dim=1).permute([1, 0])
-    return warpgroup_mma(q.slice(HALF, HALF, dim=1), others, scores, is_async=True)
+    k = pipe.k_smem.index(at.slot + here).reshape([BLOCK_N, DV])
+    ring = pipe.right_ring if SIDE else pipe.left_ring
+    for piece in gl.static_range(PIECES):
+        ring.wait(at.lane(piece, PIECES))
+        a = q.slice(SIDE * HALF + piece * PIECE, PIECE, dim=1)
+        b = k.slice(SIDE * HALF + piece * PIECE, PIECE, dim=1).permute([1, 0])
+        scores = warpgroup_mma(a, b, scores, use_acc=piece > 0 or not FRESH, is_async=True)
+    if SIDE == 0:
+        rest = pipe.k_rest.index(at.slot + here).reshape([BLOCK_N, PANEL]).permute([1, 0])
+        scores = warpgroup_mma(pipe.q_rest.index(here), rest, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def compute_scores(at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """S = Q K^T of this warpgroup's tile, beginning with the columns that arrive first."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    scores = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
+    scores = add_scores(scores, at, pipe, SIDE, True, C)
+    scores = add_scores(scores, at, pipe, 1 - SIDE, False, C)
+    return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
@@ -213,32 +258,79 @@ def soften_tile(scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_sca
     return p, factor, ref, total
 
 
+# ---- one tile
+
+
 @gluon.jit
-def add_values(p, factor, at, turn, acc, pipe, C: gl.constexpr):
-    """Hand P and the factors over to the other warpgroup, and issue O = O * factor + P V for the first columns of V."""
+def values_of(at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """One warpgroup's columns of V in a slot."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
-    narrow = p.to(pipe.p_smem.dtype)
-    pipe.p_ring.await_free(turn)
-    pipe.p_smem.store(narrow)
-    pipe.rows_smem.index(0).store(factor)
-    fence_async_shared()  # orders the stores above before the other warpgroup's wgmma reads them
-    pipe.p_ring.signal(turn)
-    operand = gl.convert_layout(narrow, left_operand_layout(accumulator_layout(HALF)))
-    v = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV]).slice(0, HALF, dim=1)
-    return warpgroup_mma(operand, v, rescale(acc, factor, HALF, C), is_async=True), operand
+    return pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV]).slice(SIDE * HALF, HALF, dim=1)
 
 
 @gluon.jit
-def left(
+def release(at, pipe, SIDE: gl.constexpr):
+    """This warpgroup's columns may be loaded again. Scores come before P, so nobody reads the columns for them now."""
+    ring = pipe.right_ring if SIDE else pipe.left_ring
+    ring.release(at)
+
+
+@gluon.jit
+def add_own(acc, p, factor, ref, at, says, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Hand P and the references over, and compute O * factor + P V of this warpgroup's tile."""
+    narrow = p.to(pipe.p_smem.dtype)
+    pipe.p_smem.store(narrow)
+    pipe.rows_smem.index(SIDE).store(gl.max(ref, axis=1))
+    fence_async_shared()  # orders the stores above before the other warpgroup's wgmma reads them
+    pipe.told.signal(says)
+    operand = gl.convert_layout(narrow, left_operand_layout(accumulator_layout(HALF)))
+    issued = warpgroup_mma(operand, values_of(at, pipe, SIDE, C), rescale(acc, factor, HALF, C), is_async=True)
+    acc, operand = warpgroup_mma_wait(0, deps=[issued, operand])
+    release(at, pipe, SIDE)
+    return acc
+
+
+@gluon.jit
+def issue_other(acc, ref, total, at, said, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Issue O * factor + P V of the other warpgroup's tile when its P is there; (O, reference, sum) after it."""
+    _, zeros = no_rows(C)
+    pipe.told.wait(said)
+    new_ref = beside(pipe.rows_smem.index(1 - SIDE).load(gl.SliceLayout(1, zeros.type.layout)), zeros) + zeros
+    shift = gl.where(new_ref == NEG_INF, 0.0, new_ref)
+    factor = gl.where(new_ref == ref, 1.0, exp2(ref - shift))
+    acc = rescale(acc, factor, HALF, C)
+    return warpgroup_mma(pipe.p_smem, values_of(at, pipe, SIDE, C), acc, is_async=True), new_ref, total * factor
+
+
+@gluon.jit
+def await_other(acc, at, pipe, SIDE: gl.constexpr):
+    """Wait for what `issue_other` issued. The buffer of P is then this warpgroup's."""
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(at, pipe, SIDE)
+    return acc
+
+
+@gluon.jit
+def exchange(at, pipe, SIDE: gl.constexpr):
+    """Tell the other warpgroup that something is stored, and wait until it says so."""
+    pipe.told.signal(at.lane(SIDE, 1))
+    pipe.told.wait(at.lane(1 - SIDE, 1))
+
+
+@gluon.jit
+def consumer(
     q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes, pipe,
-    C: gl.constexpr,
+    SIDE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Scores, softmax and the first columns of the result over this CTA's share, item after item."""
+    """Left or right: scores and softmax of every other tile, half of the columns of the result, item after item."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    at = start(C.NUM_STAGES)
-    turn = start(1)
+    mine = start(1).lane(SIDE, 2)
+    others = start(1).lane(1 - SIDE, 2)
+    says = start(1).lane(SIDE, 2)
+    said = start(1).lane(1 - SIDE, 2)
+    met = start(1)
     program = gl.program_id(0)
     asked = ()
     if not C.IS_UNIFORM:
@@ -248,102 +340,67 @@ def left(
         q_start, seqlen_q, _, seqlen_k = span
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
         steps = min(count - tile, end - flat)
-        row = (first + tile) * BLOCK_N
-        load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C)
+        row = (first + tile + SIDE) * BLOCK_N
+        # The other warpgroup has computed all scores of the item before: it has told its sums.
+        load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, SIDE, C)
+        exchange(met.lane(2, 6), pipe, SIDE)
         acc = gl.zeros([ROWS, HALF], gl.float32, accumulator_layout(HALF))
         ref, total = no_rows(C)
-        scores = warpgroup_mma_wait(0, deps=[issue_scores(at, pipe, C)])
-        for _i in range(steps - 1):
+        for _i in range(steps // 2):
+            scores = compute_scores(mine, pipe, SIDE, C)
+            if SIDE == 1:
+                acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
             p, factor, ref, total = soften_tile(
                 scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
             )
-            issued, operand = add_values(p, factor, at, turn, acc, pipe, C)
-            following = at.next()
-            issued_scores = issue_scores(following, pipe, C)
-            # Three products of the scores may be in flight: V is read.
-            acc, operand = warpgroup_mma_wait(3, deps=[issued, operand])
-            pipe.left_ring.release(at)
-            scores = warpgroup_mma_wait(0, deps=[issued_scores])
-            at = following
-            turn = turn.next()
-            row += BLOCK_N
-        p, factor, ref, total = soften_tile(
-            scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
-        )
-        issued, operand = add_values(p, factor, at, turn, acc, pipe, C)
-        acc, operand = warpgroup_mma_wait(0, deps=[issued, operand])
-        pipe.left_ring.release(at)
-        at = at.next()
-        turn = turn.next()
-        pipe.p_ring.await_free(turn)
-        pipe.rows_smem.index(0).store(ref)
-        pipe.rows_smem.index(1).store(total)
-        pipe.p_ring.signal(turn)
-        turn = turn.next()
+            if SIDE == 1:
+                total = pin(total)  # the product with the other's tile runs until here
+                acc = await_other(acc, others, pipe, SIDE)
+            acc = add_own(acc, p, factor, ref, mine, says, pipe, SIDE, C)
+            if SIDE == 0:
+                acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
+                acc = await_other(acc, others, pipe, SIDE)
+            mine = mine.next()
+            others = others.next()
+            says = says.next()
+            said = said.next()
+            row += 2 * BLOCK_N
+        if steps % 2 == 1:  # a tile of left's is left over
+            if SIDE == 0:
+                scores = compute_scores(mine, pipe, SIDE, C)
+                p, factor, ref, total = soften_tile(
+                    scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
+                )
+                acc = add_own(acc, p, factor, ref, mine, says, pipe, SIDE, C)
+                mine = mine.next()
+                says = says.next()
+            else:
+                acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
+                acc = await_other(acc, others, pipe, SIDE)
+                others = others.next()
+                said = said.next()
+        pipe.rows_smem.index(2 + SIDE).store(gl.sum(total, axis=1))
+        exchange(met.lane(4, 6), pipe, SIDE)
+        met = met.next()
         top = gl.convert_layout(gl.max(ref, axis=1), LAYOUT)
-        row_sum = gl.convert_layout(gl.sum(total, axis=1), LAYOUT)
+        row_sum = pipe.rows_smem.index(2).load(LAYOUT) + pipe.rows_smem.index(3).load(LAYOUT)
         part = part_of(program, tile)
-        num_parts = 1
-        from_program = program
-        if steps < count:
-            from_program = program_of(all_tiles, flat - tile, C)
-            num_parts = program_of(all_tiles, flat - tile + count - 1, C) - from_program + 1
-            rows = gl.arange(0, ROWS, LAYOUT)
-            gl.store(stats_ptr + part * (2 * ROWS) + rows, top)
-            gl.store(stats_ptr + part * (2 * ROWS) + ROWS + rows, row_sum)
-        if (tile == 0) & (gl.program_id(1) == 0):  # one CTA begins an item, and says so for all
-            item = items_ptr + 2 * (batch_idx * sizes.num_kv_heads + head)
-            gl.store(item, from_program)
-            gl.store(item + 1, num_parts)
+        if SIDE == 0:
+            num_parts = 1
+            from_program = program
+            if steps < count:
+                from_program = program_of(all_tiles, flat - tile, C)
+                num_parts = program_of(all_tiles, flat - tile + count - 1, C) - from_program + 1
+                rows = gl.arange(0, ROWS, LAYOUT)
+                gl.store(stats_ptr + part * (2 * ROWS) + rows, top)
+                gl.store(stats_ptr + part * (2 * ROWS) + ROWS + rows, row_sum)
+            if (tile == 0) & (gl.program_id(1) == 0):  # one CTA begins an item, and says so for all
+                item = items_ptr + 2 * (batch_idx * sizes.num_kv_heads + head)
+                gl.store(item, from_program)
+                gl.store(item + 1, num_parts)
         store_half(
             acc, top, row_sum, steps == count, out, lse, sinks_ptr, parts_ptr, part, batch_idx, q_start, seqlen_q,
-            head, 0, C)  # fmt: skip
-        flat += steps
-        batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
-        span = spans_of(lengths, batch_idx, sizes, flat < end, C)
-        tile = tile * 0
-
-
-# ---- right
-
-
-@gluon.jit
-def right(out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C: gl.constexpr):
-    """The other columns of the result. P comes after the scores, so these no longer need a tile released here."""
-    LAYOUT: gl.constexpr = accumulator_layout(HALF)
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    DV: gl.constexpr = C.DV
-    at = start(C.NUM_STAGES)
-    turn = start(1)
-    program = gl.program_id(0)
-    asked = ()
-    if not C.IS_UNIFORM:
-        asked = ask(lengths, sizes, 4, C)
-    _, flat, end, batch_idx, head, tile, span = locate(lengths, asked, program, sizes, 4, C)
-    while flat < end:
-        q_start, seqlen_q, _, seqlen_k = span
-        _, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
-        steps = min(count - tile, end - flat)
-        acc = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-        THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, quads(acc, HALF).type.layout))
-        for _i in range(steps):
-            pipe.p_ring.wait(turn)
-            acc = rescale(acc, pipe.rows_smem.index(0).load(THREADS), HALF, C)
-            pipe.right_ring.wait(at)
-            v = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV]).slice(HALF, HALF, dim=1)
-            acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(pipe.p_smem, v, acc, is_async=True)])
-            pipe.right_ring.release(at)
-            pipe.p_ring.release(turn)
-            at = at.next()
-            turn = turn.next()
-        pipe.p_ring.wait(turn)
-        top = gl.max(pipe.rows_smem.index(0).load(THREADS), axis=1)
-        total = gl.sum(pipe.rows_smem.index(1).load(THREADS), axis=1)
-        pipe.p_ring.release(turn)
-        turn = turn.next()
-        store_half(
-            acc, top, total, steps == count, out, lse, sinks_ptr, parts_ptr, part_of(program, tile), batch_idx,
-            q_start, seqlen_q, head, 1, C)  # fmt: skip
+            head, SIDE, C)  # fmt: skip
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
         span = spans_of(lengths, batch_idx, sizes, flat < end, C)
@@ -368,11 +425,11 @@ def store_half(
     LAYOUT: gl.constexpr = accumulator_layout(HALF)
     place = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     cols = SIDE * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
+    rows = gl.program_id(1) * ROWS + place
+    token = rows // C.GROUP_SIZE
+    ok = token < seqlen_q
     if finished:
-        rows = gl.program_id(1) * ROWS + place
-        token = rows // C.GROUP_SIZE
         heads = head * C.GROUP_SIZE + rows % C.GROUP_SIZE
-        ok = token < seqlen_q
         tops = gl.convert_layout(top, gl.SliceLayout(1, LAYOUT))
         totals = gl.convert_layout(total, gl.SliceLayout(1, LAYOUT))
         factor, lse_rows = finish(tops, totals, heads, sinks_ptr, C)
@@ -382,7 +439,8 @@ def store_half(
         if SIDE == 0:
             gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)
     else:
-        gl.store(parts_ptr + part.to(gl.int64) * (ROWS * C.DV) + (place * C.DV)[:, None] + cols[None, :], acc)
+        at = parts_ptr + part.to(gl.int64) * (ROWS * C.DV) + (place * C.DV)[:, None] + cols[None, :]
+        gl.store(at, acc, mask=ok[:, None])
 
 
 @gluon.jit(
@@ -458,15 +516,15 @@ def make_pipeline(k_desc, C: gl.constexpr):
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], DTYPE)
     q_smem = gl.allocate_shared_memory(DTYPE, [1, ROWS, DV], Q_LAYOUT)
     q_rest = gl.allocate_shared_memory(DTYPE, [1, ROWS, PANEL], P_LAYOUT)
-    k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.DV, PACKED), k_desc.layout)
-    k_rest = gl.allocate_shared_memory(DTYPE, slots_shape(C.NUM_STAGES, C.BLOCK_N, PANEL, PACKED), k_desc.layout)
+    k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, C.BLOCK_N, C.DV, PACKED), k_desc.layout)
+    k_rest = gl.allocate_shared_memory(DTYPE, slots_shape(2, C.BLOCK_N, PANEL, PACKED), k_desc.layout)
     p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
-    rows_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    left_ring = make_ring(C.NUM_STAGES, 1)
-    right_ring = make_ring(C.NUM_STAGES, 1)
-    p_ring = make_ring(1, 1)
+    rows_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    left_ring = make_ring(2, 1, HALF // C.PIECE)
+    right_ring = make_ring(2, 1, HALF // C.PIECE)
+    told = make_ring(6, 1)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    return Pipeline(q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, p_ring)
+    return Pipeline(q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, told)
 
 
 @gluon.jit(
@@ -485,8 +543,9 @@ def latent_kernel(
     pipe = make_pipeline(k_desc, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([
-        (left, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes, pipe,
-                C)),
-        (right, (out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C)),
+        (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes,
+                    pipe, 0, C)),
+        (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes,
+                    pipe, 1, C)),
         (producer, (k_desc, lengths, paging, sizes, pipe, C)),
     ], [4, 1], [C.CONSUMER_REGS, C.PRODUCER_REGS])  # fmt: skip
