@@ -123,6 +123,8 @@ class LatentConfig:
     EXACT: bool = False
     # Columns of a tile that arrive together.
     PIECE: int = 64
+    # The columns of Q behind V stay in registers, and each warpgroup has its own buffer for P.
+    KEEPS_REST: bool = False
     NUM_STAGES: int = 2
     MERGED_NUMBERS: int = MERGED_NUMBERS
     CONSUMER_REGS: int = 232

@@ -169,6 +169,15 @@ def producer(k_desc, lengths, paging, sizes, pipe, C: gl.constexpr):
 
 
 @gluon.jit
+def rest_of(pipe, C: gl.constexpr):
+    """Where the columns of Q behind V are stored: with KEEPS_REST in right's P, from where both load them."""
+    if C.KEEPS_REST:
+        return pipe.p_smem.index(1)
+    else:
+        return pipe.q_rest
+
+
+@gluon.jit
 def load_query_columns(q, offsets, ok, first, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Columns `first` .. of the query rows at `offsets`; 0 for missing rows and columns."""
     cols = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
@@ -186,13 +195,13 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, SIDE: gl.constexpr
     ok = token < seqlen_q
     values = load_query_columns(q, offsets, ok, SIDE * HALF, HALF, LAYOUT, C)
     if SIDE == 0:
-        pipe.q_rest.index(0).store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
+        rest_of(pipe, C).store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
     pipe.q_smem.index(0).slice(SIDE * HALF, HALF, dim=1).store(values)
     fence_async_shared()  # orders the stores above before wgmma's reads
 
 
 @gluon.jit
-def add_scores(scores, at, pipe, SIDE: gl.constexpr, FRESH: gl.constexpr, C: gl.constexpr):
+def add_scores(scores, q_rest, at, pipe, SIDE: gl.constexpr, FRESH: gl.constexpr, C: gl.constexpr):
     """Issue S += Q K^T over one warpgroup's columns of a tile, as they arrive. `rebuilt`: Q has 36 descriptors."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
@@ -209,18 +218,25 @@ def add_scores(scores, at, pipe, SIDE: gl.constexpr, FRESH: gl.constexpr, C: gl.
         scores = warpgroup_mma(a, b, scores, use_acc=piece > 0 or not FRESH, is_async=True)
     if SIDE == 0:
         rest = pipe.k_rest.index(at.slot + here).reshape([BLOCK_N, PANEL]).permute([1, 0])
-        scores = warpgroup_mma(pipe.q_rest.index(here), rest, scores, is_async=True)
+        scores = warpgroup_mma(q_rest, rest, scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def compute_scores(at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+def compute_scores(q_rest, at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
     """S = Q K^T of this warpgroup's tile, beginning with the columns that arrive first."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     scores = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    scores = add_scores(scores, at, pipe, SIDE, True, C)
-    scores = add_scores(scores, at, pipe, 1 - SIDE, False, C)
-    return warpgroup_mma_wait(0, deps=[scores])
+    if not C.KEEPS_REST:
+        q_rest = pipe.q_rest
+    scores = add_scores(scores, q_rest, at, pipe, SIDE, True, C)
+    scores = add_scores(scores, q_rest, at, pipe, 1 - SIDE, False, C)
+    if C.KEEPS_REST:
+        scores, q_rest = warpgroup_mma_wait(0, deps=[scores, q_rest])
+    else:
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        q_rest = 0
+    return scores, q_rest
 
 
 @gluon.jit
@@ -277,14 +293,19 @@ def release(at, pipe, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def add_own(acc, p, factor, ref, at, says, pipe, SIDE: gl.constexpr, C: gl.constexpr):
-    """Hand P and the references over, and compute O * factor + P V of this warpgroup's tile."""
+def hand_over(p, ref, says, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Store P and the references for the other warpgroup; P as the left operand of this one."""
     narrow = p.to(pipe.p_smem.dtype)
-    pipe.p_smem.store(narrow)
+    pipe.p_smem.index(SIDE if C.KEEPS_REST else 0).store(narrow)
     pipe.rows_smem.index(SIDE).store(gl.max(ref, axis=1))
     fence_async_shared()  # orders the stores above before the other warpgroup's wgmma reads them
     pipe.told.signal(says)
-    operand = gl.convert_layout(narrow, left_operand_layout(accumulator_layout(HALF)))
+    return gl.convert_layout(narrow, left_operand_layout(accumulator_layout(HALF)))
+
+
+@gluon.jit
+def add_own(acc, operand, factor, at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """O * factor + P V of this warpgroup's tile."""
     issued = warpgroup_mma(operand, values_of(at, pipe, SIDE, C), rescale(acc, factor, HALF, C), is_async=True)
     acc, operand = warpgroup_mma_wait(0, deps=[issued, operand])
     release(at, pipe, SIDE)
@@ -300,7 +321,8 @@ def issue_other(acc, ref, total, at, said, pipe, SIDE: gl.constexpr, C: gl.const
     shift = gl.where(new_ref == NEG_INF, 0.0, new_ref)
     factor = gl.where(new_ref == ref, 1.0, exp2(ref - shift))
     acc = rescale(acc, factor, HALF, C)
-    return warpgroup_mma(pipe.p_smem, values_of(at, pipe, SIDE, C), acc, is_async=True), new_ref, total * factor
+    p = pipe.p_smem.index(1 - SIDE if C.KEEPS_REST else 0)
+    return warpgroup_mma(p, values_of(at, pipe, SIDE, C), acc, is_async=True), new_ref, total * factor
 
 
 @gluon.jit
@@ -344,19 +366,25 @@ def consumer(
         # The other warpgroup has computed all scores of the item before: it has told its sums.
         load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, SIDE, C)
         exchange(met.lane(2, 6), pipe, SIDE)
+        q_rest = 0
+        if C.KEEPS_REST:
+            q_rest = rest_of(pipe, C).load(left_operand_layout(accumulator_layout(C.BLOCK_N)))
         acc = gl.zeros([ROWS, HALF], gl.float32, accumulator_layout(HALF))
         ref, total = no_rows(C)
         for _i in range(steps // 2):
-            scores = compute_scores(mine, pipe, SIDE, C)
+            scores, q_rest = compute_scores(q_rest, mine, pipe, SIDE, C)
             if SIDE == 1:
                 acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
             p, factor, ref, total = soften_tile(
                 scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
             )
-            if SIDE == 1:
+            if SIDE == 1 and not C.KEEPS_REST:
                 total = pin(total)  # the product with the other's tile runs until here
                 acc = await_other(acc, others, pipe, SIDE)
-            acc = add_own(acc, p, factor, ref, mine, says, pipe, SIDE, C)
+            operand = hand_over(p, ref, says, pipe, SIDE, C)
+            if SIDE == 1 and C.KEEPS_REST:
+                acc = await_other(acc, others, pipe, SIDE)
+            acc = add_own(acc, operand, factor, mine, pipe, SIDE, C)
             if SIDE == 0:
                 acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
                 acc = await_other(acc, others, pipe, SIDE)
@@ -367,11 +395,12 @@ def consumer(
             row += 2 * BLOCK_N
         if steps % 2 == 1:  # a tile of left's is left over
             if SIDE == 0:
-                scores = compute_scores(mine, pipe, SIDE, C)
+                scores, q_rest = compute_scores(q_rest, mine, pipe, SIDE, C)
                 p, factor, ref, total = soften_tile(
                     scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
                 )
-                acc = add_own(acc, p, factor, ref, mine, says, pipe, SIDE, C)
+                operand = hand_over(p, ref, says, pipe, SIDE, C)
+                acc = add_own(acc, operand, factor, mine, pipe, SIDE, C)
                 mine = mine.next()
                 says = says.next()
             else:
@@ -515,10 +544,13 @@ def make_pipeline(k_desc, C: gl.constexpr):
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DV], DTYPE)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], DTYPE)
     q_smem = gl.allocate_shared_memory(DTYPE, [1, ROWS, DV], Q_LAYOUT)
-    q_rest = gl.allocate_shared_memory(DTYPE, [1, ROWS, PANEL], P_LAYOUT)
+    if C.KEEPS_REST:
+        q_rest = q_smem
+    else:
+        q_rest = gl.allocate_shared_memory(DTYPE, [ROWS, PANEL], P_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, C.BLOCK_N, C.DV, PACKED), k_desc.layout)
     k_rest = gl.allocate_shared_memory(DTYPE, slots_shape(2, C.BLOCK_N, PANEL, PACKED), k_desc.layout)
-    p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
+    p_smem = gl.allocate_shared_memory(DTYPE, [2 if C.KEEPS_REST else 1, ROWS, BLOCK_N], P_LAYOUT)
     rows_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     left_ring = make_ring(2, 1, HALF // C.PIECE)
     right_ring = make_ring(2, 1, HALF // C.PIECE)
