@@ -4,8 +4,8 @@ Grid: (shares of the key tiles, tiles of 64 query rows). A row is a (token, head
 is one contiguous part of the key tiles of all (sequence, K/V head) items, see decode_schedule.py. The CTAs of all row
 tiles read it at the same time, so it comes from memory once. Roles, one function each:
   producer   one warp: feeds two slots for latent tiles (64 keys) by TMA, in boxes of 64 columns
-  consumer   two warpgroups, left and right: left computes S = Q K^T and the softmax of an item's even tiles, right of its
-             odd ones. Both add all tiles, in order: left to O[:, :256], right to O[:, 256:].
+  consumer   two warpgroups, left and right: left computes S = Q K^T and the softmax of an item's even tiles, right of
+             its odd ones. Both add all tiles, in order: left to O[:, :256], right to O[:, 256:].
 A tile is loaded once for K, V and all 64 rows. O takes 128 registers of a thread in each warpgroup. Shared memory holds
 Q (72 KiB), two tiles (144 KiB) and P (8 KiB), and has no room for a third tile.
 
@@ -25,7 +25,7 @@ maxima, sums) into the workspace, and `merge_latent_kernel` merges them in key o
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="assignment, misc, no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RET505, SIM108
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
