@@ -71,12 +71,7 @@ class Ring:
     @gluon.jit
     def acquire(self, at, NUM_BYTES: gl.constexpr):
         """Producer: wait until the slot is free, announce NUM_BYTES, return the barrier that TMA reports to."""
-        self.await_free(at)
-        return self.announce(at, NUM_BYTES)
-
-    @gluon.jit
-    def announce(self, at, NUM_BYTES: gl.constexpr):
-        """Producer: announce NUM_BYTES of a free slot or, with `at` a lane, of one of its pieces."""
+        mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
         mbarrier.expect(self.ready.index(at.slot), NUM_BYTES)
         return self.ready.index(at.slot)
 
@@ -102,15 +97,12 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(NUM_SLOTS: gl.constexpr, NUM_CONSUMERS: gl.constexpr, PIECES: gl.constexpr = 1):
-    """Allocate and initialise the barriers of a ring. The caller must fence before the roles start. A slot that arrives
-    in PIECES has a barrier for each, at the lanes of its cursor, and is released as a whole.
-    """
-    ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS * PIECES, 1], mbarrier.MBarrierLayout())
+def make_ring(NUM_SLOTS: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+    """Allocate and initialise the barriers of a ring. The caller must fence before the roles start."""
+    ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM_SLOTS * PIECES):
-        mbarrier.init(ready.index(i), count=1)
     for i in gl.static_range(NUM_SLOTS):
+        mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
     return Ring(ready, empty)
 

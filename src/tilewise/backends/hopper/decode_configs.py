@@ -121,10 +121,6 @@ class LatentConfig:
     # Of scores.py. Scores are multiplied by the scale beforehand, and a factor of 1 needs no EXACT.
     IS_LAZY: bool = True
     EXACT: bool = False
-    # Columns of a tile that arrive together.
-    PIECE: int = 64
-    # The columns of Q behind V stay in registers, and each warpgroup has its own buffer for P.
-    KEEPS_REST: bool = False
     NUM_STAGES: int = 2
     MERGED_NUMBERS: int = MERGED_NUMBERS
     CONSUMER_REGS: int = 232

@@ -3,21 +3,22 @@
 Grid: (shares of the key tiles, tiles of 64 query rows). A row is a (token, head of the K/V head's group) pair. A share
 is one contiguous part of the key tiles of all (sequence, K/V head) items, see decode_schedule.py. The CTAs of all row
 tiles read it at the same time, so it comes from memory once. Roles, one function each:
-  producer   one warp: feeds two slots for latent tiles (64 keys) by TMA, in boxes of 64 columns
+  producer   one warp: feeds two slots for latent tiles (64 keys) by TMA
   consumer   two warpgroups, left and right: left computes S = Q K^T and the softmax of an item's even tiles, right of
-             its odd ones. Both add all tiles, in order: left to O[:, :256], right to O[:, 256:].
+             its odd ones. Both add all tiles to O, in order: left to O[:, :256], right to O[:, 256:].
 A tile is loaded once for K, V and all 64 rows. O takes 128 registers of a thread in each warpgroup. Shared memory holds
 Q (72 KiB), two tiles (144 KiB) and P (8 KiB), and has no room for a third tile.
 
-    left     S_0   softmax_0 | O += P_0 V_0 | O += P_1 V_1 | S_2      softmax_2 | ...
-    right    ... S_1         | O += P_0 V_0 , softmax_1 | O += P_1 V_1 | S_3    | ...
+    left     S_0 | softmax_0 | O += P_0 V_0 | O += P_1 V_1 |    S_2    | softmax_2 | O += P_2 V_2 | ...
+    right    S_1 ...         | O += P_0 V_0 | O += P_1 V_1 |    S_3 ...            | O += P_2 V_2 | ...
+                             | softmax_1    |                                      | softmax_3    |
 
-Whoever computed P keeps it in registers for its own columns, and hands it to the other one through shared memory,
-together with the rows' references: each softmax continues from the reference of the tile before. There is one buffer
-for P. A warpgroup stores its own P there when it has multiplied with the other's, which nobody else reads.
+Whoever computed P keeps it in registers for its own columns and hands it to the other one through shared memory, with
+the rows' references: each softmax continues from the reference of the tile before. There is one buffer for P.
+A warpgroup stores its own P there when it has multiplied with the other's, which nobody else reads.
 
-So that loading begins early, the columns of either warpgroup are loaded again as soon as it is done with them; those
-behind V go with left's. Products with a tile begin when its first columns are there.
+A slot has two halves: the columns that left adds, with those behind V, and the columns that right adds. Each half is
+loaded again as soon as its warpgroup is done with it, and scores begin with the half that is there first.
 
 An item whose tiles all lie in one share is finished there. For other items every share writes a part (unnormalised O,
 maxima, sums) into the workspace, and `merge_latent_kernel` merges them in key order. So results repeat.
@@ -96,28 +97,16 @@ def fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, COLUMN: 
         async_load(desc, tile_at(keys, head, first, COLUMN, PACKED), ready, box)
 
 
-@gluon.constexpr_function
-def bytes_of(piece, side, C):
-    """Bytes that arrive together: the columns behind V come with the last piece of left's."""
-    rest = 64 if side == 0 and (piece + 1) * C.PIECE == 256 else 0
-    return C.BLOCK_N * (C.PIECE + rest) * 2
-
-
 @gluon.jit
 def fetch_half(desc, at, span, head, row, pages, page_rows, pipe, SIDE: gl.constexpr, C: gl.constexpr):
     """Start the copies of one warpgroup's columns when it has released them."""
-    PIECES: gl.constexpr = HALF // C.PIECE
-    BOXES: gl.constexpr = C.PIECE // PANEL
+    REST: gl.constexpr = 0 if SIDE else PANEL
     ring = pipe.right_ring if SIDE else pipe.left_ring
-    ring.await_free(at)
-    for piece in gl.static_range(PIECES):
-        ready = ring.announce(at.lane(piece, PIECES), bytes_of(piece, SIDE, C))
-        for box in gl.static_range(BOXES):
-            fetch_box(
-                desc, ready, at, span, head, row, pages, page_rows, pipe,
-                SIDE * HALF + (piece * BOXES + box) * PANEL, C)  # fmt: skip
-        if SIDE == 0 and piece == PIECES - 1:
-            fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, C.DV, C)
+    ready = ring.acquire(at, C.BLOCK_N * (HALF + REST) * 2)
+    for box in gl.static_range(HALF // PANEL):
+        fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, SIDE * HALF + box * PANEL, C)
+    if SIDE == 0:
+        fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, C.DV, C)
 
 
 @gluon.jit
@@ -169,15 +158,6 @@ def producer(k_desc, lengths, paging, sizes, pipe, C: gl.constexpr):
 
 
 @gluon.jit
-def rest_of(pipe, C: gl.constexpr):
-    """Where the columns of Q behind V are stored: with KEEPS_REST in right's P, from where both load them."""
-    if C.KEEPS_REST:
-        return pipe.p_smem.index(1)
-    else:
-        return pipe.q_rest
-
-
-@gluon.jit
 def load_query_columns(q, offsets, ok, first, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, C: gl.constexpr):
     """Columns `first` .. of the query rows at `offsets`; 0 for missing rows and columns."""
     cols = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
@@ -195,48 +175,36 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, SIDE: gl.constexpr
     ok = token < seqlen_q
     values = load_query_columns(q, offsets, ok, SIDE * HALF, HALF, LAYOUT, C)
     if SIDE == 0:
-        rest_of(pipe, C).store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
+        pipe.q_rest.store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
     pipe.q_smem.index(0).slice(SIDE * HALF, HALF, dim=1).store(values)
     fence_async_shared()  # orders the stores above before wgmma's reads
 
 
 @gluon.jit
-def add_scores(scores, q_rest, at, pipe, SIDE: gl.constexpr, FRESH: gl.constexpr, C: gl.constexpr):
-    """Issue S += Q K^T over one warpgroup's columns of a tile, as they arrive. `rebuilt`: Q has 36 descriptors."""
+def add_scores(scores, at, pipe, SIDE: gl.constexpr, FRESH: gl.constexpr, C: gl.constexpr):
+    """Issue S += Q K^T over one warpgroup's columns of a tile when they are there; FRESH: S =."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
-    PIECE: gl.constexpr = C.PIECE
-    PIECES: gl.constexpr = HALF // C.PIECE
-    here = rebuilt(0, at.parity, True)
-    q = pipe.q_smem.index(here)
-    k = pipe.k_smem.index(at.slot + here).reshape([BLOCK_N, DV])
+    here = rebuilt(0, at.parity, True)  # Q has 36 descriptors
     ring = pipe.right_ring if SIDE else pipe.left_ring
-    for piece in gl.static_range(PIECES):
-        ring.wait(at.lane(piece, PIECES))
-        a = q.slice(SIDE * HALF + piece * PIECE, PIECE, dim=1)
-        b = k.slice(SIDE * HALF + piece * PIECE, PIECE, dim=1).permute([1, 0])
-        scores = warpgroup_mma(a, b, scores, use_acc=piece > 0 or not FRESH, is_async=True)
+    ring.wait(at)
+    q = pipe.q_smem.index(here).slice(SIDE * HALF, HALF, dim=1)
+    k = pipe.k_smem.index(at.slot + here).reshape([BLOCK_N, DV]).slice(SIDE * HALF, HALF, dim=1)
+    scores = warpgroup_mma(q, k.permute([1, 0]), scores, use_acc=not FRESH, is_async=True)
     if SIDE == 0:
-        rest = pipe.k_rest.index(at.slot + here).reshape([BLOCK_N, PANEL]).permute([1, 0])
-        scores = warpgroup_mma(q_rest, rest, scores, is_async=True)
+        rest = pipe.k_rest.index(at.slot + here).reshape([BLOCK_N, PANEL])
+        scores = warpgroup_mma(pipe.q_rest, rest.permute([1, 0]), scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def compute_scores(q_rest, at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+def compute_scores(at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
     """S = Q K^T of this warpgroup's tile, beginning with the columns that arrive first."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     scores = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    if not C.KEEPS_REST:
-        q_rest = pipe.q_rest
-    scores = add_scores(scores, q_rest, at, pipe, SIDE, True, C)
-    scores = add_scores(scores, q_rest, at, pipe, 1 - SIDE, False, C)
-    if C.KEEPS_REST:
-        scores, q_rest = warpgroup_mma_wait(0, deps=[scores, q_rest])
-    else:
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        q_rest = 0
-    return scores, q_rest
+    scores = add_scores(scores, at, pipe, SIDE, True, C)
+    scores = add_scores(scores, at, pipe, 1 - SIDE, False, C)
+    return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
@@ -293,10 +261,10 @@ def release(at, pipe, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(p, ref, says, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+def hand_over(p, ref, says, pipe, SIDE: gl.constexpr):
     """Store P and the references for the other warpgroup; P as the left operand of this one."""
     narrow = p.to(pipe.p_smem.dtype)
-    pipe.p_smem.index(SIDE if C.KEEPS_REST else 0).store(narrow)
+    pipe.p_smem.store(narrow)
     pipe.rows_smem.index(SIDE).store(gl.max(ref, axis=1))
     fence_async_shared()  # orders the stores above before the other warpgroup's wgmma reads them
     pipe.told.signal(says)
@@ -321,8 +289,7 @@ def issue_other(acc, ref, total, at, said, pipe, SIDE: gl.constexpr, C: gl.const
     shift = gl.where(new_ref == NEG_INF, 0.0, new_ref)
     factor = gl.where(new_ref == ref, 1.0, exp2(ref - shift))
     acc = rescale(acc, factor, HALF, C)
-    p = pipe.p_smem.index(1 - SIDE if C.KEEPS_REST else 0)
-    return warpgroup_mma(p, values_of(at, pipe, SIDE, C), acc, is_async=True), new_ref, total * factor
+    return warpgroup_mma(pipe.p_smem, values_of(at, pipe, SIDE, C), acc, is_async=True), new_ref, total * factor
 
 
 @gluon.jit
@@ -366,24 +333,19 @@ def consumer(
         # The other warpgroup has computed all scores of the item before: it has told its sums.
         load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, SIDE, C)
         exchange(met.lane(2, 6), pipe, SIDE)
-        q_rest = 0
-        if C.KEEPS_REST:
-            q_rest = rest_of(pipe, C).load(left_operand_layout(accumulator_layout(C.BLOCK_N)))
         acc = gl.zeros([ROWS, HALF], gl.float32, accumulator_layout(HALF))
         ref, total = no_rows(C)
         for _i in range(steps // 2):
-            scores, q_rest = compute_scores(q_rest, mine, pipe, SIDE, C)
+            scores = compute_scores(mine, pipe, SIDE, C)
             if SIDE == 1:
                 acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
             p, factor, ref, total = soften_tile(
                 scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
             )
-            if SIDE == 1 and not C.KEEPS_REST:
+            if SIDE == 1:
                 total = pin(total)  # the product with the other's tile runs until here
                 acc = await_other(acc, others, pipe, SIDE)
-            operand = hand_over(p, ref, says, pipe, SIDE, C)
-            if SIDE == 1 and C.KEEPS_REST:
-                acc = await_other(acc, others, pipe, SIDE)
+            operand = hand_over(p, ref, says, pipe, SIDE)
             acc = add_own(acc, operand, factor, mine, pipe, SIDE, C)
             if SIDE == 0:
                 acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
@@ -395,11 +357,11 @@ def consumer(
             row += 2 * BLOCK_N
         if steps % 2 == 1:  # a tile of left's is left over
             if SIDE == 0:
-                scores, q_rest = compute_scores(q_rest, mine, pipe, SIDE, C)
+                scores = compute_scores(mine, pipe, SIDE, C)
                 p, factor, ref, total = soften_tile(
                     scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
                 )
-                operand = hand_over(p, ref, says, pipe, SIDE, C)
+                operand = hand_over(p, ref, says, pipe, SIDE)
                 acc = add_own(acc, operand, factor, mine, pipe, SIDE, C)
                 mine = mine.next()
                 says = says.next()
@@ -544,16 +506,13 @@ def make_pipeline(k_desc, C: gl.constexpr):
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DV], DTYPE)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], DTYPE)
     q_smem = gl.allocate_shared_memory(DTYPE, [1, ROWS, DV], Q_LAYOUT)
-    if C.KEEPS_REST:
-        q_rest = q_smem
-    else:
-        q_rest = gl.allocate_shared_memory(DTYPE, [ROWS, PANEL], P_LAYOUT)
+    q_rest = gl.allocate_shared_memory(DTYPE, [ROWS, PANEL], P_LAYOUT)
     k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, C.BLOCK_N, C.DV, PACKED), k_desc.layout)
     k_rest = gl.allocate_shared_memory(DTYPE, slots_shape(2, C.BLOCK_N, PANEL, PACKED), k_desc.layout)
-    p_smem = gl.allocate_shared_memory(DTYPE, [2 if C.KEEPS_REST else 1, ROWS, BLOCK_N], P_LAYOUT)
+    p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
     rows_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    left_ring = make_ring(2, 1, HALF // C.PIECE)
-    right_ring = make_ring(2, 1, HALF // C.PIECE)
+    left_ring = make_ring(2, 1)
+    right_ring = make_ring(2, 1)
     told = make_ring(6, 1)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
     return Pipeline(q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, told)
