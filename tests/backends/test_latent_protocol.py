@@ -93,22 +93,26 @@ def test_scores_of_minus_infinity_weigh_nothing(attend: Callable[..., Any]) -> N
     check(case, operands, *attend(problem, operands))
 
 
-@pytest.mark.parametrize("method", ["await_free", "wait"])
-def test_p_that_is_not_waited_for_is_found(
+@pytest.mark.parametrize("method", ["acquire", "wait"])
+def test_what_is_not_waited_for_is_found(
     method: str, attend: Callable[..., Any], emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One warpgroup hands P over, the other gives the buffer back: each must wait for the other."""
+    """The producer must wait for released columns, a warpgroup for its tile and the other's P."""
     MODE.late_loads = False
-    ring = emulated("channels").Ring
-    wait = ring.wait
+    channels = emulated("channels")
+    wait = channels.Ring.wait
 
     def wait_long(self: Any, at: Any) -> None:
         wait.function(self, at)
-        if at.NUM_SLOTS == 1:  # of P: its reader starts late
-            time.sleep(0.1)
+        time.sleep(0.1)
 
-    monkeypatch.setattr(ring, "wait", wait_long)
-    monkeypatch.setattr(ring, method, lambda *_: None)
+    def acquire_at_once(self: Any, at: Any, num_bytes: int) -> Any:
+        channels.mbarrier.expect(self.ready.index(at.slot), num_bytes)
+        return self.ready.index(at.slot)
+
+    monkeypatch.setattr(channels.Ring, "wait", wait_long if method == "acquire" else lambda *_: None)
+    if method == "acquire":
+        monkeypatch.setattr(channels.Ring, "acquire", acquire_at_once)
     case = Case(**WIDTHS, heads=(16, 1), seqlens=(1, 700))
     problem, operands = latent(case.problem, case.inputs())
     with pytest.raises((AssertionError, RuntimeError)):

@@ -6,6 +6,7 @@ Choices measured on an H200; the figures are in bench/results/hopper-decode-choi
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from tilewise.backends.hopper import LATENT_REST, reads_few_latents
@@ -121,6 +122,9 @@ class LatentConfig:
     # Of scores.py. Scores are multiplied by the scale beforehand, and a factor of 1 needs no EXACT.
     IS_LAZY: bool = True
     EXACT: bool = False
+    # Packed rows past the last sequence are cleared on the way; the kernel that merges starts early.
+    CLEARS: bool = False
+    OVERLAPS: bool = False
     NUM_STAGES: int = 2
     MERGED_NUMBERS: int = MERGED_NUMBERS
     CONSUMER_REGS: int = 232
@@ -152,7 +156,14 @@ def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentC
         PAGE_SIZE=problem.page_size or 0,
         CHUNK=math.gcd(problem.page_size or 0, LatentConfig.BLOCK_N),
         FEW=0 if uniform else next((few for few in FEW_SEQUENCES if problem.batch <= few), 0),
+        CLEARS=packed_queries and "tail" in tried(),
+        OVERLAPS="overlap" in tried(),
     )
+
+
+def tried() -> list[str]:
+    """Changes to the kernels for latents that are being measured: merge, overlap, tail, all, few."""
+    return os.environ.get("TILEWISE_LATENT", "").split(",")
 
 
 def latent_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceSpec) -> tuple[int, int]:
@@ -161,8 +172,9 @@ def latent_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceS
     blocks = -(-rows // LATENT_ROWS)
     items = problem.batch * problem.num_kv_heads
     tiles = items * -(-problem.seqlen_k // config.BLOCK_N)
-    limit = max(1, min(device.num_sms // blocks, -(-tiles // LATENT_TILES)))
-    return _evenly(limit, items, 1), blocks
+    least = 4 if "few" in tried() else LATENT_TILES
+    limit = max(1, min(device.num_sms // blocks, -(-tiles // least)))
+    return limit if "all" in tried() else _evenly(limit, items, 1), blocks
 
 
 def merged_columns(num_rows: int, config: LatentConfig, device: DeviceSpec) -> int:

@@ -26,7 +26,7 @@ maxima, sums) into the workspace, and `merge_latent_kernel` merges them in key o
 
 # Device code: Triton reads the bodies, Python types mean nothing to it, and constexprs are in capitals.
 # mypy: disable-error-code="assignment, misc, no-any-return, no-untyped-call, no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806, RET505, SIM108
+# ruff: noqa: N803, N806
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,7 +37,7 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode import finish, first_pages, guess_pages, look_up, place_rows
 from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, program_of, spans_of
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, exp2, pin, rebuilt
+from tilewise.backends.hopper.primitives import NEG_INF, await_kernel_before, exp2, let_next_start, pin, rebuilt
 from tilewise.backends.hopper.scores import beside, capped, no_rows, rescale, soften
 
 # Query rows of a CTA, columns of V in each warpgroup, and columns of a TMA box, which also hold those behind V.
@@ -117,7 +117,23 @@ def fetch(desc, at, span, head, row, pages, page_rows, pipe, SIDE: gl.constexpr,
 
 
 @gluon.jit
-def producer(k_desc, lengths, paging, sizes, pipe, C: gl.constexpr):
+def clear_tail(out, lse, cu_seqlens_q, sizes, C: gl.constexpr):
+    """Zeros in the rows of out that belong to no sequence, -inf in their lse. All CTAs share them, one warp of each."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    DV: gl.constexpr = C.DV
+    cols = gl.arange(0, DV, LAYOUT)
+    zeros = gl.zeros([DV], out[0].dtype.element_ty, LAYOUT)
+    first = gl.load(cu_seqlens_q + sizes.batch) + gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    for i in range(first, sizes.total_q, gl.num_programs(0) * gl.num_programs(1)):
+        row = gl.to_tensor(i)
+        for j in range(sizes.num_kv_heads * C.GROUP_SIZE):
+            head = gl.to_tensor(j)
+            gl.store(out[0] + place_rows(out, 0, row, 0, head, C) + cols, zeros)
+            gl.store(lse[0] + place_rows(lse, 0, row, 0, head, C), NEG_INF)
+
+
+@gluon.jit
+def producer(k_desc, out, lse, lengths, paging, sizes, pipe, C: gl.constexpr):
     """Feed the slots with the tiles of this CTA's share; an item begins with left's."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     even = start(1)
@@ -152,6 +168,8 @@ def producer(k_desc, lengths, paging, sizes, pipe, C: gl.constexpr):
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
         span = spans_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
+    if C.CLEARS:
+        clear_tail(out, lse, lengths[0], sizes, C)
 
 
 # ---- scores
@@ -493,6 +511,76 @@ def merge_latent_kernel(
                 gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, head, C), lse_row)
 
 
+@gluon.jit(
+    do_not_specialize=["out", "lse", "num_shares", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "items_ptr"],
+)
+def merge_rows_kernel(
+    out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, num_shares, sizes, C: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Merge COLUMNS columns of an item's parts, a row in each warp. Grid: item, programs that share an item's rows,
+    columns // COLUMNS. Most items may have nothing to merge.
+
+    The parts come from consecutive shares: the second part of the first one, which ends inside the item, then the first
+    part of each other one.
+    """
+    WARPS: gl.constexpr = 4
+    PARTS: gl.constexpr = C.MERGED_NUMBERS // (COLUMNS * WARPS)
+    DV: gl.constexpr = C.DV
+    LAYOUT: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
+    BY_PART: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    MERGED: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    item = gl.program_id(0)
+    batch_idx = item // sizes.num_kv_heads
+    q_start = batch_idx * sizes.seqlen_q
+    seqlen_q = sizes.seqlen_q
+    if C.PACKED_Q:
+        q_start = gl.load(cu_seqlens_q + batch_idx)
+        seqlen_q = gl.load(cu_seqlens_q + batch_idx + 1) - q_start
+    if C.OVERLAPS:
+        await_kernel_before()
+    first = gl.load(items_ptr + 2 * item)  # of an item without rows this is anything, and not used
+    count = gl.load(items_ptr + 2 * item + 1)
+    num_rows = gl.where(count > 1, seqlen_q * C.GROUP_SIZE, 0)
+    for begin_row in range(gl.program_id(1) * WARPS, num_rows, gl.num_programs(1) * WARPS):
+        row = begin_row + gl.arange(0, WARPS, gl.SliceLayout(0, BY_PART))
+        ok = row < num_rows
+        cols = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MERGED))
+        acc = gl.zeros([WARPS, COLUMNS], gl.float32, MERGED)
+        total = gl.zeros([WARPS], gl.float32, gl.SliceLayout(0, BY_PART))
+        top = total + NEG_INF
+        for begin in range(0, count, PARTS):
+            number = begin + gl.arange(0, PARTS, gl.SliceLayout(1, BY_PART))
+            share_part = 2 * (first + number) + gl.where(number == 0, 1, 0)
+            part = share_part[:, None] + (row // ROWS * (2 * num_shares))[None, :]
+            there = (number < count)[:, None] & ok[None, :]
+            stats = stats_ptr + part * (2 * ROWS) + (row % ROWS)[None, :]
+            tops = gl.load(stats, mask=there, other=NEG_INF)
+            totals = gl.load(stats + ROWS, mask=there, other=0.0)
+            places = part * (ROWS * DV) + (row % ROWS * DV)[None, :]
+            columns = gl.convert_layout(cols, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
+            values = gl.load(parts_ptr + (places[:, :, None] + columns), mask=there[:, :, None], other=0.0)
+            new_top = gl.maximum(top, gl.max(tops, axis=0))
+            shift = gl.where(new_top == NEG_INF, 0.0, new_top)
+            weights = exp2(tops - shift[None, :])
+            alpha = exp2(top - shift)
+            total = total * alpha + gl.sum(totals * weights, axis=0)
+            alpha = gl.convert_layout(alpha, gl.SliceLayout(1, MERGED))
+            acc = acc * alpha[:, None] + gl.sum(values * weights[:, :, None], axis=0)
+            top = new_top
+        head = item % sizes.num_kv_heads * C.GROUP_SIZE + row % C.GROUP_SIZE
+        token = row // C.GROUP_SIZE
+        factor, lse_rows = finish(top, total, head, sinks_ptr, C)
+        at = gl.convert_layout(place_rows(out, batch_idx, q_start, token, head, C), gl.SliceLayout(1, MERGED))
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, MERGED))
+        kept = gl.convert_layout(ok, gl.SliceLayout(1, MERGED))
+        values = (acc * factor[:, None]).to(out[0].dtype.element_ty)
+        gl.store(out[0] + at[:, None] + cols[None, :], values, mask=kept[:, None])
+        if gl.program_id(2) == 0:
+            gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, head, C), lse_rows, mask=ok)
+
+
 # ---- kernel
 
 
@@ -531,6 +619,8 @@ def latent_kernel(
     """
     lengths = (cu_seqlens_q, cu_seqlens_k)
     paging = (block_table, table_stride, k_page_rows)
+    if C.OVERLAPS:
+        let_next_start()
     pipe = make_pipeline(k_desc, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([
@@ -538,5 +628,5 @@ def latent_kernel(
                     pipe, 0, C)),
         (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes,
                     pipe, 1, C)),
-        (producer, (k_desc, lengths, paging, sizes, pipe, C)),
+        (producer, (k_desc, out, lse, lengths, paging, sizes, pipe, C)),
     ], [4, 1], [C.CONSUMER_REGS, C.PRODUCER_REGS])  # fmt: skip

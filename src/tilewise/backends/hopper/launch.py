@@ -45,6 +45,7 @@ from tilewise.backends.hopper.decode_configs import (
     merged_columns,
     num_programs,
     tokens_of,
+    tried,
 )
 from tilewise.backends.hopper.decode_schedule import DecodeSizes
 from tilewise.backends.hopper.forward import forward_kernel
@@ -52,7 +53,7 @@ from tilewise.backends.hopper.forward_quad import forward_quad_kernel
 from tilewise.backends.hopper.forward_wide import forward_wide_kernel
 from tilewise.backends.hopper.fp8_configs import Fp8Config, Fp8Tile, fp8_config
 from tilewise.backends.hopper.fp8_forward import fp8_forward_kernel, transpose_values_kernel
-from tilewise.backends.hopper.latent import latent_kernel, merge_latent_kernel
+from tilewise.backends.hopper.latent import latent_kernel, merge_latent_kernel, merge_rows_kernel
 from tilewise.backends.hopper.layouts import smem_layout, tile_box
 from tilewise.backends.hopper.listed import Lists
 from tilewise.backends.hopper.preparing import Ahead
@@ -620,8 +621,19 @@ def latent_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str,
         programs = problem.batch * problem.num_kv_heads * rows
         columns = merged_columns(programs, config, device)
         grid = (programs, config.DV // columns, 1)
-        calls.append(KernelCall(merge_latent_kernel, grid, merged | {"COLUMNS": columns}))
-    return [_clear_tail_call(problem), *calls] if config.PACKED_Q else calls
+        if "merge" in tried():
+            del merged["num_rows"]
+            items = problem.batch * problem.num_kv_heads
+            each = min(-(-rows // 4), max(1, 6 * device.num_sms // items))
+            columns = 512 if items * each * 4 >= 4 * device.num_sms else 128
+            call = KernelCall(
+                merge_rows_kernel, (items, each, config.DV // columns), merged | {"COLUMNS": columns},
+                overlaps=config.OVERLAPS,
+            )  # fmt: skip
+            calls.append(call)
+        else:
+            calls.append(KernelCall(merge_latent_kernel, grid, merged | {"COLUMNS": columns}))
+    return [_clear_tail_call(problem), *calls] if config.PACKED_Q and not config.CLEARS else calls
 
 
 def latent_arguments(
