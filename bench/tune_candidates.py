@@ -2,7 +2,7 @@
 
 `64x128w8s2TLh4r168`: BLOCK_M x BLOCK_N, warps, stages; then T loads whole tiles by TMA, L takes dP late, J joins the
 loops over masked and other tiles, B loads all tiles of the forward by TMA, Q holds its queries in registers, P lets K
-and V share a barrier, U sums dK and dV transposed, h4 runs four heads at a time, r168 allows so many registers.
+and V share a barrier, h4 runs four heads at a time, r168 allows so many registers a thread.
 """
 
 from __future__ import annotations
@@ -36,10 +36,6 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 64): "128x64w8s2J 64x64w4s2J 64x64w4s3J 64x64w4s3TJ 64x64w4s2TJ 64x128w4s2TJ 128x64w4s3TJ 64x32w4s3TJ",
     ("dq", 128): "128x64w8s3TJ 64x64w4s2TJ 64x64w4s2J 64x32w4s3TJ 64x32w4s3J 128x32w8s3TJ 128x64w8s2TJ",
     ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2TJ 64x32w4s2J 64x32w4s2TJ 64x32w8s2TJ 128x64w8s1J",
-    # wgmma of 512 columns takes so many descriptors that some are spilled.
-    ("dkdv", 512): """16x32w8s1 32x32w8s1J 16x32w8s2TJ 64x32w8s1JU 64x32w8s1TJU 64x32w8s1TLJU 64x32w8s1TU
-        64x16w8s1TJU""",
-    ("dq", 512): "32x16w8s1 32x32w8s1J 32x32w8s1TJ 64x32w8s1J 64x32w8s1TJ 64x16w8s1TJ 64x16w8s2TJ 64x16w8s3TJ",
     ("tangent", 64): "64x64w4s2B 64x64w4s3B 128x64w8s2B 128x64w8s3B 64x128w4s2B 128x128w8s2B 64x64w4s2",
     ("tangent", 128): "128x64w8s2B 128x32w8s3B 128x32w8s2B 64x32w4s2B 64x32w4s3B 64x64w4s2B 128x64w8s2",
     (
@@ -69,7 +65,7 @@ SHORT_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 128): "128x64w8s3TJ 64x64w4s2J 64x64w4s2TJ 64x32w4s2J 64x32w4s3TJ",
 }
 
-WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(P?)(U?)(?:h(\d+))?(?:r(\d+))?")
+WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(P?)(?:h(\d+))?(?:r(\d+))?")
 
 
 def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
@@ -83,7 +79,7 @@ def config_of(name: str) -> Config:
     found = WRITTEN.fullmatch(name)
     if found is None:
         raise ValueError(f"not a tile: {name!r}")
-    block_m, block_n, warps, stages, tma, late, joined, boxes, held, paired, upright, heads, registers = found.groups()
+    block_m, block_n, warps, stages, tma, late, joined, boxes, held, paired, heads, registers = found.groups()
     return Config(
         int(block_m),
         int(block_n),
@@ -95,7 +91,6 @@ def config_of(name: str) -> Config:
         boxes=bool(boxes),
         hold_queries=bool(held),
         paired=bool(paired),
-        upright=bool(upright),
         heads_per_wave=int(heads) if heads else None,
         max_registers=int(registers) if registers else None,
     )
@@ -110,7 +105,6 @@ def name_of(config: Config) -> str:
         "B": config.boxes,
         "Q": config.hold_queries,
         "P": config.paired,
-        "U": config.upright,
         f"h{config.heads_per_wave}": config.heads_per_wave,
         f"r{config.max_registers}": config.max_registers,
     }

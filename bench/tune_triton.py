@@ -462,7 +462,7 @@ def parsed_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the JSON file")
     parser.add_argument("--only", type=names, default="forward,dkdv,dq,peers,decode,overhead")
-    parser.add_argument("--dims", type=numbers, default="64,128,256", help="of these and 512")
+    parser.add_argument("--dims", type=numbers, default="64,128,256", help="of these three")
     parser.add_argument("--lengths", type=numbers, default="1024,4096,16384")
     parser.add_argument("--flex-lengths", type=numbers, default="4096,16384")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile and check")
@@ -511,7 +511,7 @@ def main() -> None:
     cells = [(dim, causal, length) for dim in options.dims for causal in (False, True) for length in options.lengths]
     for dim, causal, length in cells:
         p = problem_of(TOKENS // length, WIDTH // dim, WIDTH // dim, length, length, dim, causal)
-        chosen = {name: configs.choose(name, gpu, 2, dim, False) for name in (*TUNED[:3], *passes)}
+        chosen = {name: configs.choose(name, gpu, 2, dim, False) for name in TUNED}
         for name in passes:
             tried = candidates(name, dim, length)
             good = [c for c in tried if not checked.get((name, dim, causal, c), {"error": "unchecked"})["error"]]

@@ -6,7 +6,6 @@ Choices measured on an H200; the figures are in bench/results/hopper-decode-choi
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 from tilewise.backends.hopper import LATENT_REST, reads_few_latents
@@ -122,9 +121,6 @@ class LatentConfig:
     # Of scores.py. Scores are multiplied by the scale beforehand, and a factor of 1 needs no EXACT.
     IS_LAZY: bool = True
     EXACT: bool = False
-    # Packed rows past the last sequence are cleared on the way; the kernel that merges starts early.
-    CLEARS: bool = False
-    OVERLAPS: bool = False
     NUM_STAGES: int = 2
     MERGED_NUMBERS: int = MERGED_NUMBERS
     CONSUMER_REGS: int = 232
@@ -132,9 +128,9 @@ class LatentConfig:
 
 
 # Query rows of a CTA of the kernel for latents, and tiles of its share, at least: every share is a part to be merged.
-LATENT_ROWS, LATENT_TILES = 64, 2
-# Columns that a program merges of a row, unless rows alone make so many programs per SM.
-LATENT_COLUMNS, LATENT_PROGRAMS = 128, 4
+LATENT_ROWS, LATENT_TILES = 64, 4
+# Rows and columns that a program merges at a time, whole rows if there is a program for every SM; programs on an SM.
+LATENT_MERGED, LATENT_COLUMNS, LATENT_PROGRAMS = 4, 128, 6
 
 
 def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentConfig:
@@ -156,14 +152,7 @@ def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentC
         PAGE_SIZE=problem.page_size or 0,
         CHUNK=math.gcd(problem.page_size or 0, LatentConfig.BLOCK_N),
         FEW=0 if uniform else next((few for few in FEW_SEQUENCES if problem.batch <= few), 0),
-        CLEARS=packed_queries and "tail" in tried(),
-        OVERLAPS="overlap" in tried(),
     )
-
-
-def tried() -> list[str]:
-    """Changes to the kernels for latents that are being measured: merge, overlap, tail, all, few."""
-    return os.environ.get("TILEWISE_LATENT", "").split(",")
 
 
 def latent_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceSpec) -> tuple[int, int]:
@@ -172,14 +161,16 @@ def latent_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceS
     blocks = -(-rows // LATENT_ROWS)
     items = problem.batch * problem.num_kv_heads
     tiles = items * -(-problem.seqlen_k // config.BLOCK_N)
-    least = 4 if "few" in tried() else LATENT_TILES
-    limit = max(1, min(device.num_sms // blocks, -(-tiles // least)))
-    return limit if "all" in tried() else _evenly(limit, items, 1), blocks
+    limit = max(1, min(device.num_sms // blocks, -(-tiles // LATENT_TILES)))
+    return _evenly(limit, items, 1), blocks
 
 
-def merged_columns(num_rows: int, config: LatentConfig, device: DeviceSpec) -> int:
-    """Columns of a row that a program merges, where items have so many rows together."""
-    return LATENT_COLUMNS if num_rows < LATENT_PROGRAMS * device.num_sms else config.DV
+def latent_merge_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceSpec) -> tuple[int, int, int]:
+    """(items, programs that share the rows of one, those that share the columns)."""
+    rows = problem.group_size * tokens_of(problem, packed_queries=config.PACKED_Q)
+    items = problem.batch * problem.num_kv_heads
+    programs = min(-(-rows // LATENT_MERGED), max(1, LATENT_PROGRAMS * device.num_sms // items))
+    return items, programs, 1 if items * programs >= device.num_sms else config.DV // LATENT_COLUMNS
 
 
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:

@@ -37,7 +37,7 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode import finish, first_pages, guess_pages, look_up, place_rows
 from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, program_of, spans_of
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, await_kernel_before, exp2, let_next_start, pin, rebuilt
+from tilewise.backends.hopper.primitives import NEG_INF, exp2, pin, rebuilt
 from tilewise.backends.hopper.scores import beside, capped, no_rows, rescale, soften
 
 # Query rows of a CTA, columns of V in each warpgroup, and columns of a TMA box, which also hold those behind V.
@@ -168,7 +168,7 @@ def producer(k_desc, out, lse, lengths, paging, sizes, pipe, C: gl.constexpr):
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
         span = spans_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
-    if C.CLEARS:
+    if C.PACKED_Q:
         clear_tail(out, lse, lengths[0], sizes, C)
 
 
@@ -453,69 +453,10 @@ def store_half(
 
 
 @gluon.jit(
-    do_not_specialize=["out", "lse", "num_shares", "num_rows", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "items_ptr"],
-)
-def merge_latent_kernel(
-    out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, num_shares, num_rows, sizes, C: gl.constexpr,
-    COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Merge the parts of one row of an item, COLUMNS columns at a time. Grid: item * num_rows (the most rows that an
-    item has), columns // COLUMNS.
-
-    The parts come from consecutive shares: the second part of the first one, which ends inside the item, then the first
-    part of each other one.
-    """
-    PARTS: gl.constexpr = C.MERGED_NUMBERS // COLUMNS
-    DV: gl.constexpr = C.DV
-    WARPS: gl.constexpr = COLUMNS // 128
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4 // WARPS, WARPS], [1, 0])
-    item = gl.program_id(0) // num_rows
-    row = gl.program_id(0) % num_rows
-    batch_idx = item // sizes.num_kv_heads
-    head = (item % sizes.num_kv_heads) * C.GROUP_SIZE + row % C.GROUP_SIZE
-    token = row // C.GROUP_SIZE
-    q_start = batch_idx * sizes.seqlen_q
-    seqlen_q = sizes.seqlen_q
-    if C.PACKED_Q:
-        q_start = gl.load(cu_seqlens_q + batch_idx)
-        seqlen_q = gl.load(cu_seqlens_q + batch_idx + 1) - q_start
-    if token < seqlen_q:  # of an item without rows there is nothing to read
-        first = gl.load(items_ptr + 2 * item)
-        count = gl.load(items_ptr + 2 * item + 1)
-        if count > 1:
-            cols = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-            acc = gl.zeros([COLUMNS], gl.float32, gl.SliceLayout(0, LAYOUT))
-            top = gl.to_tensor(float("-inf"))
-            total = gl.to_tensor(0.0)
-            for begin in range(0, count, PARTS):
-                number = begin + gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))
-                part = (row // ROWS) * (2 * num_shares) + 2 * (first + number) + gl.where(number == 0, 1, 0)
-                there = number < count
-                stats = stats_ptr + part * (2 * ROWS) + row % ROWS
-                tops = gl.load(stats, mask=there, other=NEG_INF)
-                totals = gl.load(stats + ROWS, mask=there, other=0.0)
-                places = part.to(gl.int64) * (ROWS * DV) + (row % ROWS) * DV
-                values = gl.load(parts_ptr + places[:, None] + cols[None, :], mask=there[:, None], other=0.0)
-                new_top = gl.maximum(top, gl.max(tops, axis=0))
-                shift = gl.where(new_top == NEG_INF, 0.0, new_top)
-                weights = exp2(tops - shift)
-                alpha = exp2(top - shift)
-                total = total * alpha + gl.sum(totals * weights, axis=0)
-                acc = acc * alpha + gl.sum(values * weights[:, None], axis=0)
-                top = new_top
-            factor, lse_row = finish(top, total, head, sinks_ptr, C)
-            at = place_rows(out, batch_idx, q_start, token, head, C)
-            gl.store(out[0] + at + cols, (acc * factor).to(out[0].dtype.element_ty))
-            if gl.program_id(1) == 0:
-                gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, head, C), lse_row)
-
-
-@gluon.jit(
     do_not_specialize=["out", "lse", "num_shares", "sizes"],
     do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "items_ptr"],
 )
-def merge_rows_kernel(
+def merge_latent_kernel(
     out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, num_shares, sizes, C: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):  # fmt: skip
@@ -538,8 +479,6 @@ def merge_rows_kernel(
     if C.PACKED_Q:
         q_start = gl.load(cu_seqlens_q + batch_idx)
         seqlen_q = gl.load(cu_seqlens_q + batch_idx + 1) - q_start
-    if C.OVERLAPS:
-        await_kernel_before()
     first = gl.load(items_ptr + 2 * item)  # of an item without rows this is anything, and not used
     count = gl.load(items_ptr + 2 * item + 1)
     num_rows = gl.where(count > 1, seqlen_q * C.GROUP_SIZE, 0)
@@ -619,8 +558,6 @@ def latent_kernel(
     """
     lengths = (cu_seqlens_q, cu_seqlens_k)
     paging = (block_table, table_stride, k_page_rows)
-    if C.OVERLAPS:
-        let_next_start()
     pipe = make_pipeline(k_desc, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([

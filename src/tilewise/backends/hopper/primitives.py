@@ -67,23 +67,6 @@ def pin(x):
 
 
 @gluon.jit
-def let_next_start():
-    """Allow the next kernel to start once all CTAs have called this; it must wait for this kernel's end itself."""
-    return gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def await_kernel_before():
-    """Wait until the kernel before has ended and its writes are visible."""
-    return gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.u32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def widened(codes):
     """e4m3 or int8 numbers in fp16. int8: a code + 128 in the last bits of 1024 gives 1152 + code, exactly."""
     if codes.dtype == gl.int8:

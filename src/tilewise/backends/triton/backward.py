@@ -17,7 +17,7 @@ sequences that read it in a fixed order. Pages that no sequence reads become 0.
 
 # Triton types the arguments, constexprs are CAPS, and a constexpr branch needs its own `if` and `else`.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-# ruff: noqa: N803, N806, RET505, SIM102
+# ruff: noqa: N803, N806, SIM102
 
 from __future__ import annotations
 
@@ -203,51 +203,24 @@ def load_stats(
 
 
 @triton.jit
-def beside_rows(x, AS_ROWS: tl.constexpr):
-    """A vector as a column, or as a row."""
-    if AS_ROWS:
-        return x[:, None]
-    else:
-        return x[None, :]
-
-
-@triton.jit
-def key_product(rows, keys, UPRIGHT: tl.constexpr, T: tl.constexpr):
-    """Products of query rows and keys, with queries as rows if UPRIGHT, else keys."""
-    if UPRIGHT:
-        return dot(rows, tl.trans(keys), T)
-    else:
-        return dot(keys, tl.trans(rows), T)
-
-
-@triton.jit
-def add_queries(acc, weights, rows, UPRIGHT: tl.constexpr, T: tl.constexpr):
-    """Add the weighted rows of queries to a gradient of keys, which is transposed if UPRIGHT."""
-    if UPRIGHT:
-        return dot_add(tl.trans(rows), weights.to(rows.dtype), acc, T)
-    else:
-        return dot_add(weights.to(rows.dtype), rows, acc, T)
-
-
-@triton.jit
 def key_gradient_loop(
     dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
     alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
     full_begin, full_end, entries, bits,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr,
-    JOINED: tl.constexpr, UPRIGHT: tl.constexpr, T: tl.constexpr,
+    JOINED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the queries begin..gap_begin and gap_end..end of HEADS heads to dK and dV. Queries from
     full_begin to full_end need no mask. EDGE: rows may not exist (JOINED), or scores may be masked. With a tile mask
     (JOINED), begin..end count the blocks that its list `entries` has.
 
-    Works on transposed scores (keys are rows) or, UPRIGHT, sums dK and dV transposed (columns are rows). One loop runs
-    over heads and tiles, because ptxas serialises wgmma in nested loops.
+    Works on transposed scores (keys are rows). One loop runs over heads and tiles, because ptxas serialises wgmma in
+    nested loops.
     """
     STAGES: tl.constexpr = 1 if EDGE and JOINED else None
     STEP: tl.constexpr = BLOCK_M if entries is None else 1
     n_first, first_head, batch_idx, q_start = place
-    n_idx = beside_rows(n_first + tl.arange(0, BLOCK_N), not UPRIGHT)
+    n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
     lower, upper = group_steps(begin, loop_end(gap_begin, gap_end, end, EDGE, JOINED), HEADS, STEP)
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     if lower < upper:
@@ -259,7 +232,6 @@ def key_gradient_loop(
             if entries is None:
                 first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
             m_row = first + tl.arange(0, BLOCK_M)
-            m_idx = beside_rows(m_row, UPRIGHT)
             q_row, q_col = box_origin(q_desc, q_box, batch_idx, head, q_start, T.PACKED_Q)
             dout_row, dout_col = box_origin(dout_desc, dout_box, batch_idx, head, q_start, T.PACKED_Q)
             q_source = (q, head_base(q, batch_idx, head, q_start, T.PACKED_Q), q_desc, q_row, q_col)
@@ -273,33 +245,31 @@ def key_gradient_loop(
                 lse_tile, delta_tile = load_stats(
                     lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
                 )
-            terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seqlen_q, T)
-            dots = key_product(q_tile, k_tile, UPRIGHT, T)
+            terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
+            dots = dot(k_tile, tl.trans(q_tile), T)
             if EARLY_DP:
-                dp = key_product(dout_tile, v_tile, UPRIGHT, T)
+                dp = dot(v_tile, tl.trans(dout_tile), T)
             # A bias is read with its key bound checked: the last key tile may be incomplete even where no score is
             # masked.
             p, capped = probabilities(
-                dots, beside_rows(lse_tile, UPRIGHT), m_idx, n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or
+                dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or
                 T.HAS_BIAS or T.HAS_MASK, T
             )  # fmt: skip
             if JOINED and not EDGE:
-                p = mask_outside(p, first, full_begin, full_end, m_idx, n_idx, band, seqlen_q, seqlen_k, T)
+                p = mask_outside(p, first, full_begin, full_end, m_row[None, :], n_idx, band, seqlen_q, seqlen_k, T)
             if entries is not None:
                 if kind >= 0:
-                    p = tl.where(are_seen_at(bits, kind, m_idx, n_idx), p, 0.0)
+                    p = tl.where(are_seen_at(bits, kind, m_row[None, :], n_idx), p, 0.0)
             keep = True
             kept = p
             if T.HAS_DROPOUT:
-                keep = dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
-                if not UPRIGHT:
-                    keep = tl.trans(keep)
+                keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T))
                 kept = tl.where(keep, p * scalars.keep_scale, 0.0)
-            dv = add_queries(dv, kept, dout_tile, UPRIGHT, T)
+            dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, T)
             if not EARLY_DP:
-                dp = key_product(dout_tile, v_tile, UPRIGHT, T)
-            _, ds = score_gradient(p, dp, capped, beside_rows(delta_tile, UPRIGHT), keep, scalars, T)
-            dk = add_queries(dk, ds, q_tile, UPRIGHT, T)
+                dp = dot(v_tile, tl.trans(dout_tile), T)
+            _, ds = score_gradient(p, dp, capped, delta_tile[None, :], keep, scalars, T)
+            dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
             if entries is not None:
                 _, following = group_step(tl.minimum(step + 1, upper - 1), begin, upper, first_head, HEADS, STEP)
                 first, kind = listed_block(entries, following, BLOCK_M)
@@ -311,7 +281,7 @@ def key_gradient_loops(
     dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
     alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, lists, bits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr, JOINED: tl.constexpr,
-    UPRIGHT: tl.constexpr, T: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of all queries of HEADS heads to dK and dV."""
     n_first, first_head, batch_idx, _ = place
@@ -326,12 +296,12 @@ def key_gradient_loops(
     dk, dv = key_gradient_loop(
         dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
         alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1], inner[1],
-        inner[1], full_begin, full_end, entries, bits, False, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, UPRIGHT, T
+        inner[1], full_begin, full_end, entries, bits, False, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
     )  # fmt: skip
     dk, dv = key_gradient_loop(
         dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
         alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1], outer[2],
-        outer[3], full_begin, full_end, entries, bits, True, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, UPRIGHT, T
+        outer[3], full_begin, full_end, entries, bits, True, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
     )  # fmt: skip
     return dk, dv
 
@@ -341,7 +311,7 @@ def key_gradient_kernel(
     q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
     tile_columns, tile_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
-    JOINED: tl.constexpr, UPRIGHT: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
     """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group inside the
     program. `work` lists the tiles of packed keys.
@@ -379,12 +349,8 @@ def key_gradient_kernel(
     pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
     k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
-    if UPRIGHT:
-        dk_acc = zeros(T.BLOCK_D, BLOCK_N)
-        dv_acc = zeros(T.BLOCK_DV, BLOCK_N)
-    else:
-        dk_acc = zeros(BLOCK_N, T.BLOCK_D)
-        dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
+    dk_acc = zeros(BLOCK_N, T.BLOCK_D)
+    dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     # One loop takes all heads of a group, unless each has its own tiles.
     HEADS: tl.constexpr = 1 if T.OWN_LISTS else T.GROUP_SIZE
     for member in tl.range(0, T.GROUP_SIZE // HEADS):
@@ -392,11 +358,8 @@ def key_gradient_kernel(
         dk_acc, dv_acc = key_gradient_loops(
             dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
             delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, tile_columns,
-            tile_bits, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, UPRIGHT, T
+            tile_bits, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
         )  # fmt: skip
-    if UPRIGHT:
-        dk_acc = tl.trans(dk_acc)
-        dv_acc = tl.trans(dv_acc)
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
     store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)

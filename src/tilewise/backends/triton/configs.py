@@ -34,8 +34,6 @@ class Config:
     - `boxes`: the forward loads and stores all tiles by TMA (see primitives.py).
     - `hold_queries`: queries stay in registers, for 16 bits and sm_90.
     - `paired`: K and V of a tile share a barrier, in the joined loop of the forward.
-    - `upright`: dK/dV's scores have queries as rows, and columns are the rows of its sums. For tiles of fewer keys than
-      wgmma has rows.
     """
 
     block_m: int
@@ -50,7 +48,6 @@ class Config:
     boxes: bool = False
     hold_queries: bool = False
     paired: bool = False
-    upright: bool = False
 
 
 # The most columns of K or V in a tile.

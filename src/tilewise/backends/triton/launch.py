@@ -548,7 +548,6 @@ def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) ->
     bytes_per_head = problem.seqlen_q * width * problem.dtype.itemsize * problem.group_size
     arguments = shared | key_gradient_rows(problem, dk, dv)
     arguments |= {"work": work_address(plan, "dkdv"), "EARLY_DP": config.early_dp, "JOINED": _joins(plan, config)}
-    arguments["UPRIGHT"] = config.upright
     arguments |= query_descriptors(plan, shared, config) | stat_descriptors(plan, config)
     if is_listed(plan, "dkdv"):
         arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dkdv"))
