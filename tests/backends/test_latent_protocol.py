@@ -86,6 +86,18 @@ def test_many_sequences(attend: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     check(case, operands, *attend(problem, operands))
 
 
+def test_many_parts(
+    attend: Callable[..., Any], emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More parts and rows than a program merges at a time, and no multiples of them."""
+    MODE.late_loads = False
+    for name, value in {"LATENT_TILES": 1, "LATENT_COLUMNS": 512, "LATENT_PROGRAMS": 0}.items():
+        monkeypatch.setattr(emulated("decode_configs"), name, value)
+    case = Case(**WIDTHS, heads=(18, 1), seqlens=(1, 650))
+    problem, operands = latent(case.problem, case.inputs())
+    check(case, operands, *attend(problem, operands))
+
+
 def test_scores_of_minus_infinity_weigh_nothing(attend: Callable[..., Any]) -> None:
     MODE.late_loads = False
     case = Case(**WIDTHS, heads=(16, 1), seqlens=(1, 300))
