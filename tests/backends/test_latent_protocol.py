@@ -15,6 +15,7 @@ from gluon_emulator import MODE, PACKAGE
 from sampling import sampled
 from test_decode_protocol import check
 from test_hopper_protocol import Case, in_pages, overflowing
+from tilewise import device
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
@@ -95,7 +96,8 @@ def test_many_parts(
         monkeypatch.setattr(emulated("decode_configs"), name, value)
     case = Case(**WIDTHS, heads=(18, 1), seqlens=(1, 650))
     problem, operands = latent(case.problem, case.inputs())
-    check(case, operands, *attend(problem, operands))
+    with device.overridden(replace(device.named("h200"), num_sms=7)):
+        check(case, operands, *attend(problem, operands))
 
 
 def test_scores_of_minus_infinity_weigh_nothing(attend: Callable[..., Any]) -> None:
