@@ -15,6 +15,7 @@ from gluon_emulator import MODE, PACKAGE
 from sampling import sampled
 from test_decode_protocol import check
 from test_hopper_protocol import Case, in_pages, overflowing
+from tilewise import device
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
 
@@ -86,6 +87,19 @@ def test_many_sequences(attend: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     check(case, operands, *attend(problem, operands))
 
 
+def test_many_parts(
+    attend: Callable[..., Any], emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More parts and rows than a program merges at a time, and no multiples of them."""
+    MODE.late_loads = False
+    for name, value in {"LATENT_TILES": 1, "LATENT_COLUMNS": 512, "LATENT_PROGRAMS": 0}.items():
+        monkeypatch.setattr(emulated("decode_configs"), name, value)
+    case = Case(**WIDTHS, heads=(18, 1), seqlens=(1, 650))
+    problem, operands = latent(case.problem, case.inputs())
+    with device.overridden(replace(device.named("h200"), num_sms=7)):
+        check(case, operands, *attend(problem, operands))
+
+
 def test_scores_of_minus_infinity_weigh_nothing(attend: Callable[..., Any]) -> None:
     MODE.late_loads = False
     case = Case(**WIDTHS, heads=(16, 1), seqlens=(1, 300))
@@ -93,23 +107,27 @@ def test_scores_of_minus_infinity_weigh_nothing(attend: Callable[..., Any]) -> N
     check(case, operands, *attend(problem, operands))
 
 
-@pytest.mark.parametrize("method", ["await_free", "wait"])
-def test_p_that_is_not_waited_for_is_found(
+@pytest.mark.parametrize("method", ["acquire", "wait"])
+def test_what_is_not_waited_for_is_found(
     method: str, attend: Callable[..., Any], emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One warpgroup hands P over, the other gives the buffer back: each must wait for the other."""
+    """The producer must wait for released columns, a warpgroup for its tile and the other's P."""
     MODE.late_loads = False
     monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)
-    ring = emulated("channels").Ring
-    wait = ring.wait
+    channels = emulated("channels")
+    wait = channels.Ring.wait
 
     def wait_long(self: Any, at: Any) -> None:
         wait.function(self, at)
-        if at.NUM_SLOTS == 1:  # of P: its reader starts late
-            time.sleep(0.1)
+        time.sleep(0.1)
 
-    monkeypatch.setattr(ring, "wait", wait_long)
-    monkeypatch.setattr(ring, method, lambda *_: None)
+    def acquire_at_once(self: Any, at: Any, num_bytes: int) -> Any:
+        channels.mbarrier.expect(self.ready.index(at.slot), num_bytes)
+        return self.ready.index(at.slot)
+
+    monkeypatch.setattr(channels.Ring, "wait", wait_long if method == "acquire" else lambda *_: None)
+    if method == "acquire":
+        monkeypatch.setattr(channels.Ring, "acquire", acquire_at_once)
     case = Case(**WIDTHS, heads=(16, 1), seqlens=(1, 700))
     problem, operands = latent(case.problem, case.inputs())
     with pytest.raises((AssertionError, RuntimeError)):

@@ -128,9 +128,9 @@ class LatentConfig:
 
 
 # Query rows of a CTA of the kernel for latents, and tiles of its share, at least: every share is a part to be merged.
-LATENT_ROWS, LATENT_TILES = 64, 2
-# Columns that a program merges of a row, unless rows alone make so many programs per SM.
-LATENT_COLUMNS, LATENT_PROGRAMS = 128, 4
+LATENT_ROWS, LATENT_TILES = 64, 4
+# Rows and columns that a program merges at a time, whole rows if there is a program for every SM; programs on an SM.
+LATENT_MERGED, LATENT_COLUMNS, LATENT_PROGRAMS = 4, 128, 6
 
 
 def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentConfig:
@@ -165,9 +165,12 @@ def latent_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceS
     return _evenly(limit, items, 1), blocks
 
 
-def merged_columns(num_rows: int, config: LatentConfig, device: DeviceSpec) -> int:
-    """Columns of a row that a program merges, where items have so many rows together."""
-    return LATENT_COLUMNS if num_rows < LATENT_PROGRAMS * device.num_sms else config.DV
+def latent_merge_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceSpec) -> tuple[int, int, int]:
+    """(items, programs that share the rows of one, those that share the columns)."""
+    rows = problem.group_size * tokens_of(problem, packed_queries=config.PACKED_Q)
+    items = problem.batch * problem.num_kv_heads
+    programs = min(-(-rows // LATENT_MERGED), max(1, LATENT_PROGRAMS * device.num_sms // items))
+    return items, programs, 1 if items * programs >= device.num_sms else config.DV // LATENT_COLUMNS
 
 
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:

@@ -3,15 +3,22 @@
 Grid: (shares of the key tiles, tiles of 64 query rows). A row is a (token, head of the K/V head's group) pair. A share
 is one contiguous part of the key tiles of all (sequence, K/V head) items, see decode_schedule.py. The CTAs of all row
 tiles read it at the same time, so it comes from memory once. Roles, one function each:
-  producer   one warp: feeds two slots for latent tiles (64 keys) by TMA, in boxes of 64 columns
-  left       one warpgroup: S = Q K^T and the softmax; hands P and the rescaling factors to the other warpgroup through
-             shared memory; O[:, :256] += P V[:, :256]
-  right      one warpgroup: O[:, 256:] += P V[:, 256:]
+  producer   one warp: feeds two slots for latent tiles (64 keys) by TMA
+  consumer   two warpgroups, left and right: left computes S = Q K^T and the softmax of an item's even tiles, right of
+             its odd ones. Both add all tiles to O, in order: left to O[:, :256], right to O[:, 256:].
 A tile is loaded once for K, V and all 64 rows. O takes 128 registers of a thread in each warpgroup. Shared memory holds
-Q (72 KiB), two tiles (144 KiB) and P (8 KiB), and has no room for a third tile. So that loading begins early, a tile
-comes in two parts, each of which is loaded again as soon as its warpgroup is done with it: the columns of V that `left`
-adds, with those behind V, and the columns that `right` adds. `left` issues S of the next tile right behind its product
-with V, and begins with the part that comes first.
+Q (72 KiB), two tiles (144 KiB) and P (8 KiB), and has no room for a third tile.
+
+    left     S_0 | softmax_0 | O += P_0 V_0 | O += P_1 V_1 |    S_2    | softmax_2 | O += P_2 V_2 | ...
+    right    S_1 ...         | O += P_0 V_0 | O += P_1 V_1 |    S_3 ...            | O += P_2 V_2 | ...
+                             | softmax_1    |                                      | softmax_3    |
+
+Whoever computed P keeps it in registers for its own columns and hands it to the other one through shared memory, with
+the rows' references: each softmax continues from the reference of the tile before. There is one buffer for P.
+A warpgroup stores its own P there when it has multiplied with the other's, which nobody else reads.
+
+A slot has two halves: the columns that left adds, with those behind V, and the columns that right adds. Each half is
+loaded again as soon as its warpgroup is done with it, and scores begin with the half that is there first.
 
 An item whose tiles all lie in one share is finished there. For other items every share writes a part (unnormalised O,
 maxima, sums) into the workspace, and `merge_latent_kernel` merges them in key order. So results repeat.
@@ -30,19 +37,17 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode import finish, first_pages, guess_pages, look_up, place_rows
 from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, program_of, spans_of
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, exp2, rebuilt
-from tilewise.backends.hopper.scores import capped, no_rows, quads, rescale, soften
+from tilewise.backends.hopper.primitives import NEG_INF, exp2, pin, rebuilt
+from tilewise.backends.hopper.scores import beside, capped, no_rows, rescale, soften
 
 # Query rows of a CTA, columns of V in each warpgroup, and columns of a TMA box, which also hold those behind V.
 ROWS, HALF, PANEL = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
-# Columns of Q that are stored at a time.
-Q_COLUMNS = gl.constexpr(128)
 
 
 @aggregate
 class Pipeline:
-    """The shared memory of a CTA. `rest` are the columns behind V. P and two numbers for each of the four threads of a
-    row go from left to right.
+    """The shared memory of a CTA. `rest` are the columns behind V. The rings' slots are those of the latent tiles.
+    What a warpgroup tells the other one has a slot of `told` for either direction: P, queries, sums.
     """
 
     q_smem: gl.shared_memory_descriptor
@@ -53,10 +58,10 @@ class Pipeline:
     rows_smem: gl.shared_memory_descriptor
     left_ring: Ring
     right_ring: Ring
-    p_ring: Ring
+    told: Ring
 
     @gluon.constexpr_function
-    def __init__(self, q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, p_ring):
+    def __init__(self, q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, told):
         self.q_smem = q_smem
         self.q_rest = q_rest
         self.k_smem = k_smem
@@ -65,46 +70,74 @@ class Pipeline:
         self.rows_smem = rows_smem
         self.left_ring = left_ring
         self.right_ring = right_ring
-        self.p_ring = p_ring
+        self.told = told
 
 
 # ---- producer
 
 
 @gluon.jit
-def fetch(desc, at, span, head, row, pages, page_rows, pipe, C: gl.constexpr):
-    """Start the copies of a latent tile into its slot. Rows past the sequence's end arrive as zeros (see tile_at)."""
+def fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, COLUMN: gl.constexpr, C: gl.constexpr):
+    """Start the copy of PANEL columns of a latent tile. Rows past the sequence's end arrive as zeros (see tile_at)."""
     CHUNK: gl.constexpr = C.CHUNK
     PACKED: gl.constexpr = C.IS_VARLEN or C.IS_PAGED
     DIM: gl.constexpr = 3 if PACKED else 2
-    PANELS: gl.constexpr = HALF // PANEL
-    for side in gl.static_range(2):
-        if side == 0:
-            ready = pipe.left_ring.acquire(at, C.BLOCK_N * (HALF + PANEL) * 2)
+    for c in gl.static_range(C.BLOCK_N // C.CHUNK):
+        first = row + c * CHUNK
+        keys = span
+        if C.IS_PAGED:
+            page_row = first % C.PAGE_SIZE
+            inside = max(min(span[2] - (first - page_row), C.PAGE_SIZE), 0)
+            keys = (0, pages[c] * page_rows, inside)
+            first = page_row
+        if COLUMN < C.DV:
+            box = pipe.k_smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM).slice(COLUMN, PANEL, dim=DIM + 1)
         else:
-            ready = pipe.right_ring.acquire(at, C.BLOCK_N * HALF * 2)
-        for c in gl.static_range(C.BLOCK_N // C.CHUNK):
-            first = row + c * CHUNK
-            keys = span
-            if C.IS_PAGED:
-                page_row = first % C.PAGE_SIZE
-                inside = max(min(span[2] - (first - page_row), C.PAGE_SIZE), 0)
-                keys = (0, pages[c] * page_rows, inside)
-                first = page_row
-            rows = pipe.k_smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM)
-            for panel in gl.static_range(side * PANELS, (side + 1) * PANELS):
-                box = rows.slice(panel * PANEL, PANEL, dim=DIM + 1)
-                async_load(desc, tile_at(keys, head, first, panel * PANEL, PACKED), ready, box)
-            if side == 0:
-                box = pipe.k_rest.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM)
-                async_load(desc, tile_at(keys, head, first, C.DV, PACKED), ready, box)
+            box = pipe.k_rest.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM)
+        async_load(desc, tile_at(keys, head, first, COLUMN, PACKED), ready, box)
 
 
 @gluon.jit
-def producer(k_desc, lengths, paging, sizes, pipe, C: gl.constexpr):
-    """Feed the slots with the tiles of this CTA's share."""
+def fetch_half(desc, at, span, head, row, pages, page_rows, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Start the copies of one warpgroup's columns when it has released them."""
+    REST: gl.constexpr = 0 if SIDE else PANEL
+    ring = pipe.right_ring if SIDE else pipe.left_ring
+    ready = ring.acquire(at, C.BLOCK_N * (HALF + REST) * 2)
+    for box in gl.static_range(HALF // PANEL):
+        fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, SIDE * HALF + box * PANEL, C)
+    if SIDE == 0:
+        fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, C.DV, C)
+
+
+@gluon.jit
+def fetch(desc, at, span, head, row, pages, page_rows, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Fill the slot of left's or of right's tiles, beginning with the columns that its warpgroup adds."""
+    fetch_half(desc, at, span, head, row, pages, page_rows, pipe, SIDE, C)
+    fetch_half(desc, at, span, head, row, pages, page_rows, pipe, 1 - SIDE, C)
+
+
+@gluon.jit
+def clear_tail(out, lse, cu_seqlens_q, sizes, C: gl.constexpr):
+    """Zeros in the rows of out that belong to no sequence, -inf in their lse. All CTAs share them, one warp of each."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    DV: gl.constexpr = C.DV
+    cols = gl.arange(0, DV, LAYOUT)
+    zeros = gl.zeros([DV], out[0].dtype.element_ty, LAYOUT)
+    first = gl.load(cu_seqlens_q + sizes.batch) + gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    for i in range(first, sizes.total_q, gl.num_programs(0) * gl.num_programs(1)):
+        row = gl.to_tensor(i)
+        for j in range(sizes.num_kv_heads * C.GROUP_SIZE):
+            head = gl.to_tensor(j)
+            gl.store(out[0] + place_rows(out, 0, row, 0, head, C) + cols, zeros)
+            gl.store(lse[0] + place_rows(lse, 0, row, 0, head, C), NEG_INF)
+
+
+@gluon.jit
+def producer(k_desc, out, lse, lengths, paging, sizes, pipe, C: gl.constexpr):
+    """Feed the slots with the tiles of this CTA's share; an item begins with left's."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    at = start(C.NUM_STAGES)
+    even = start(1)
+    odd = start(1).lane(1, 2)
     program = gl.program_id(0)
     asked = ()
     if not C.IS_UNIFORM:
@@ -120,18 +153,26 @@ def producer(k_desc, lengths, paging, sizes, pipe, C: gl.constexpr):
         steps = min(count - tile, end - flat)
         row = (first + tile) * BLOCK_N
         pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
-        for _i in range(steps):
-            fetch(k_desc, at, keys, head, row, pages, paging[2], pipe, C)
+        for _i in range(steps // 2):
+            fetch(k_desc, even, keys, head, row, pages, paging[2], pipe, 0, C)
             pages = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
-            at = at.next()
-            row += BLOCK_N
+            fetch(k_desc, odd, keys, head, row + BLOCK_N, pages, paging[2], pipe, 1, C)
+            pages = look_up(paging, batch_idx, row + 2 * BLOCK_N, seqlen_k, C)
+            even = even.next()
+            odd = odd.next()
+            row += 2 * BLOCK_N
+        if steps % 2 == 1:
+            fetch(k_desc, even, keys, head, row, pages, paging[2], pipe, 0, C)
+            even = even.next()
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
         span = spans_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
+    if C.PACKED_Q:
+        clear_tail(out, lse, lengths[0], sizes, C)
 
 
-# ---- left
+# ---- scores
 
 
 @gluon.jit
@@ -143,39 +184,45 @@ def load_query_columns(q, offsets, ok, first, COLUMNS: gl.constexpr, LAYOUT: gl.
 
 
 @gluon.jit
-def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
-    """Store this CTA's query rows of an item in shared memory, a few columns at a time to save registers."""
+def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Store half of the columns of this CTA's query rows in shared memory; left also stores those behind V."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token = row // C.GROUP_SIZE
     offsets = place_rows(q, batch_idx, q_start, token, head * C.GROUP_SIZE + row % C.GROUP_SIZE, C)
     ok = token < seqlen_q
-    for part in gl.static_range(C.DV // Q_COLUMNS):
-        values = load_query_columns(q, offsets, ok, part * Q_COLUMNS, Q_COLUMNS, LAYOUT, C)
-        pipe.q_smem.index(0).slice(part * Q_COLUMNS, Q_COLUMNS, dim=1).store(values)
-    pipe.q_rest.index(0).store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
+    values = load_query_columns(q, offsets, ok, SIDE * HALF, HALF, LAYOUT, C)
+    if SIDE == 0:
+        pipe.q_rest.store(load_query_columns(q, offsets, ok, C.DV, PANEL, LAYOUT, C))
+    pipe.q_smem.index(0).slice(SIDE * HALF, HALF, dim=1).store(values)
     fence_async_shared()  # orders the stores above before wgmma's reads
 
 
 @gluon.jit
-def issue_scores(at, pipe, C: gl.constexpr):
-    """Issue S = Q K^T, as three products: the first columns of V, those behind V, and the others when they are there.
-    `rebuilt`: Q has 36 descriptors.
-    """
+def add_scores(scores, at, pipe, SIDE: gl.constexpr, FRESH: gl.constexpr, C: gl.constexpr):
+    """Issue S += Q K^T over one warpgroup's columns of a tile when they are there; FRESH: S =."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    here = rebuilt(0, at.slot, True)
-    q = pipe.q_smem.index(here)
-    k = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV])
-    rest = pipe.k_rest.index(at.slot).reshape([BLOCK_N, PANEL]).permute([1, 0])
-    pipe.left_ring.wait(at)
-    first = k.slice(0, HALF, dim=1).permute([1, 0])
-    scores = warpgroup_mma(q.slice(0, HALF, dim=1), first, zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma(pipe.q_rest.index(here), rest, scores, is_async=True)
-    pipe.right_ring.wait(at)
-    others = k.slice(HALF, HALF, dim=1).permute([1, 0])
-    return warpgroup_mma(q.slice(HALF, HALF, dim=1), others, scores, is_async=True)
+    here = rebuilt(0, at.parity, True)  # Q has 36 descriptors
+    ring = pipe.right_ring if SIDE else pipe.left_ring
+    ring.wait(at)
+    q = pipe.q_smem.index(here).slice(SIDE * HALF, HALF, dim=1)
+    k = pipe.k_smem.index(at.slot + here).reshape([BLOCK_N, DV]).slice(SIDE * HALF, HALF, dim=1)
+    scores = warpgroup_mma(q, k.permute([1, 0]), scores, use_acc=not FRESH, is_async=True)
+    if SIDE == 0:
+        rest = pipe.k_rest.index(at.slot + here).reshape([BLOCK_N, PANEL])
+        scores = warpgroup_mma(pipe.q_rest, rest.permute([1, 0]), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def compute_scores(at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """S = Q K^T of this warpgroup's tile, beginning with the columns that arrive first."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    scores = gl.zeros([ROWS, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
+    scores = add_scores(scores, at, pipe, SIDE, True, C)
+    scores = add_scores(scores, at, pipe, 1 - SIDE, False, C)
+    return warpgroup_mma_wait(0, deps=[scores])
 
 
 @gluon.jit
@@ -213,32 +260,84 @@ def soften_tile(scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_sca
     return p, factor, ref, total
 
 
+# ---- one tile
+
+
 @gluon.jit
-def add_values(p, factor, at, turn, acc, pipe, C: gl.constexpr):
-    """Hand P and the factors over to the other warpgroup, and issue O = O * factor + P V for the first columns of V."""
+def values_of(at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """One warpgroup's columns of V in a slot."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
-    narrow = p.to(pipe.p_smem.dtype)
-    pipe.p_ring.await_free(turn)
-    pipe.p_smem.store(narrow)
-    pipe.rows_smem.index(0).store(factor)
-    fence_async_shared()  # orders the stores above before the other warpgroup's wgmma reads them
-    pipe.p_ring.signal(turn)
-    operand = gl.convert_layout(narrow, left_operand_layout(accumulator_layout(HALF)))
-    v = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV]).slice(0, HALF, dim=1)
-    return warpgroup_mma(operand, v, rescale(acc, factor, HALF, C), is_async=True), operand
+    return pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV]).slice(SIDE * HALF, HALF, dim=1)
 
 
 @gluon.jit
-def left(
+def release(at, pipe, SIDE: gl.constexpr):
+    """This warpgroup's columns may be loaded again. Scores come before P, so nobody reads the columns for them now."""
+    ring = pipe.right_ring if SIDE else pipe.left_ring
+    ring.release(at)
+
+
+@gluon.jit
+def hand_over(p, ref, says, pipe, SIDE: gl.constexpr):
+    """Store P and the references for the other warpgroup; P as the left operand of this one."""
+    narrow = p.to(pipe.p_smem.dtype)
+    pipe.p_smem.store(narrow)
+    pipe.rows_smem.index(SIDE).store(gl.max(ref, axis=1))
+    fence_async_shared()  # orders the stores above before the other warpgroup's wgmma reads them
+    pipe.told.signal(says)
+    return gl.convert_layout(narrow, left_operand_layout(accumulator_layout(HALF)))
+
+
+@gluon.jit
+def add_own(acc, operand, factor, at, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """O * factor + P V of this warpgroup's tile."""
+    issued = warpgroup_mma(operand, values_of(at, pipe, SIDE, C), rescale(acc, factor, HALF, C), is_async=True)
+    acc, operand = warpgroup_mma_wait(0, deps=[issued, operand])
+    release(at, pipe, SIDE)
+    return acc
+
+
+@gluon.jit
+def issue_other(acc, ref, total, at, said, pipe, SIDE: gl.constexpr, C: gl.constexpr):
+    """Issue O * factor + P V of the other warpgroup's tile when its P is there; (O, reference, sum) after it."""
+    _, zeros = no_rows(C)
+    pipe.told.wait(said)
+    new_ref = beside(pipe.rows_smem.index(1 - SIDE).load(gl.SliceLayout(1, zeros.type.layout)), zeros) + zeros
+    shift = gl.where(new_ref == NEG_INF, 0.0, new_ref)
+    factor = gl.where(new_ref == ref, 1.0, exp2(ref - shift))
+    acc = rescale(acc, factor, HALF, C)
+    return warpgroup_mma(pipe.p_smem, values_of(at, pipe, SIDE, C), acc, is_async=True), new_ref, total * factor
+
+
+@gluon.jit
+def await_other(acc, at, pipe, SIDE: gl.constexpr):
+    """Wait for what `issue_other` issued. The buffer of P is then this warpgroup's."""
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(at, pipe, SIDE)
+    return acc
+
+
+@gluon.jit
+def exchange(at, pipe, SIDE: gl.constexpr):
+    """Tell the other warpgroup that something is stored, and wait until it says so."""
+    pipe.told.signal(at.lane(SIDE, 1))
+    pipe.told.wait(at.lane(1 - SIDE, 1))
+
+
+@gluon.jit
+def consumer(
     q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes, pipe,
-    C: gl.constexpr,
+    SIDE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Scores, softmax and the first columns of the result over this CTA's share, item after item."""
+    """Left or right: scores and softmax of every other tile, half of the columns of the result, item after item."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    at = start(C.NUM_STAGES)
-    turn = start(1)
+    mine = start(1).lane(SIDE, 2)
+    others = start(1).lane(1 - SIDE, 2)
+    says = start(1).lane(SIDE, 2)
+    said = start(1).lane(1 - SIDE, 2)
+    met = start(1)
     program = gl.program_id(0)
     asked = ()
     if not C.IS_UNIFORM:
@@ -248,102 +347,69 @@ def left(
         q_start, seqlen_q, _, seqlen_k = span
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
         steps = min(count - tile, end - flat)
-        row = (first + tile) * BLOCK_N
-        load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C)
+        row = (first + tile + SIDE) * BLOCK_N
+        # The other warpgroup has computed all scores of the item before: it has told its sums.
+        load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, SIDE, C)
+        exchange(met.lane(2, 6), pipe, SIDE)
         acc = gl.zeros([ROWS, HALF], gl.float32, accumulator_layout(HALF))
         ref, total = no_rows(C)
-        scores = warpgroup_mma_wait(0, deps=[issue_scores(at, pipe, C)])
-        for _i in range(steps - 1):
+        for _i in range(steps // 2):
+            scores = compute_scores(mine, pipe, SIDE, C)
+            if SIDE == 1:
+                acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
             p, factor, ref, total = soften_tile(
                 scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
             )
-            issued, operand = add_values(p, factor, at, turn, acc, pipe, C)
-            following = at.next()
-            issued_scores = issue_scores(following, pipe, C)
-            # Three products of the scores may be in flight: V is read.
-            acc, operand = warpgroup_mma_wait(3, deps=[issued, operand])
-            pipe.left_ring.release(at)
-            scores = warpgroup_mma_wait(0, deps=[issued_scores])
-            at = following
-            turn = turn.next()
-            row += BLOCK_N
-        p, factor, ref, total = soften_tile(
-            scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
-        )
-        issued, operand = add_values(p, factor, at, turn, acc, pipe, C)
-        acc, operand = warpgroup_mma_wait(0, deps=[issued, operand])
-        pipe.left_ring.release(at)
-        at = at.next()
-        turn = turn.next()
-        pipe.p_ring.await_free(turn)
-        pipe.rows_smem.index(0).store(ref)
-        pipe.rows_smem.index(1).store(total)
-        pipe.p_ring.signal(turn)
-        turn = turn.next()
+            if SIDE == 1:
+                total = pin(total)  # the product with the other's tile runs until here
+                acc = await_other(acc, others, pipe, SIDE)
+            operand = hand_over(p, ref, says, pipe, SIDE)
+            acc = add_own(acc, operand, factor, mine, pipe, SIDE, C)
+            if SIDE == 0:
+                acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
+                acc = await_other(acc, others, pipe, SIDE)
+            mine = mine.next()
+            others = others.next()
+            says = says.next()
+            said = said.next()
+            row += 2 * BLOCK_N
+        if steps % 2 == 1:  # a tile of left's is left over
+            if SIDE == 0:
+                scores = compute_scores(mine, pipe, SIDE, C)
+                p, factor, ref, total = soften_tile(
+                    scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_scale, sizes, C
+                )
+                operand = hand_over(p, ref, says, pipe, SIDE)
+                acc = add_own(acc, operand, factor, mine, pipe, SIDE, C)
+                mine = mine.next()
+                says = says.next()
+            else:
+                acc, ref, total = issue_other(acc, ref, total, others, said, pipe, SIDE, C)
+                acc = await_other(acc, others, pipe, SIDE)
+                others = others.next()
+                said = said.next()
+        pipe.rows_smem.index(2 + SIDE).store(gl.sum(total, axis=1))
+        exchange(met.lane(4, 6), pipe, SIDE)
+        met = met.next()
         top = gl.convert_layout(gl.max(ref, axis=1), LAYOUT)
-        row_sum = gl.convert_layout(gl.sum(total, axis=1), LAYOUT)
+        row_sum = pipe.rows_smem.index(2).load(LAYOUT) + pipe.rows_smem.index(3).load(LAYOUT)
         part = part_of(program, tile)
-        num_parts = 1
-        from_program = program
-        if steps < count:
-            from_program = program_of(all_tiles, flat - tile, C)
-            num_parts = program_of(all_tiles, flat - tile + count - 1, C) - from_program + 1
-            rows = gl.arange(0, ROWS, LAYOUT)
-            gl.store(stats_ptr + part * (2 * ROWS) + rows, top)
-            gl.store(stats_ptr + part * (2 * ROWS) + ROWS + rows, row_sum)
-        if (tile == 0) & (gl.program_id(1) == 0):  # one CTA begins an item, and says so for all
-            item = items_ptr + 2 * (batch_idx * sizes.num_kv_heads + head)
-            gl.store(item, from_program)
-            gl.store(item + 1, num_parts)
+        if SIDE == 0:
+            num_parts = 1
+            from_program = program
+            if steps < count:
+                from_program = program_of(all_tiles, flat - tile, C)
+                num_parts = program_of(all_tiles, flat - tile + count - 1, C) - from_program + 1
+                rows = gl.arange(0, ROWS, LAYOUT)
+                gl.store(stats_ptr + part * (2 * ROWS) + rows, top)
+                gl.store(stats_ptr + part * (2 * ROWS) + ROWS + rows, row_sum)
+            if (tile == 0) & (gl.program_id(1) == 0):  # one CTA begins an item, and says so for all
+                item = items_ptr + 2 * (batch_idx * sizes.num_kv_heads + head)
+                gl.store(item, from_program)
+                gl.store(item + 1, num_parts)
         store_half(
             acc, top, row_sum, steps == count, out, lse, sinks_ptr, parts_ptr, part, batch_idx, q_start, seqlen_q,
-            head, 0, C)  # fmt: skip
-        flat += steps
-        batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
-        span = spans_of(lengths, batch_idx, sizes, flat < end, C)
-        tile = tile * 0
-
-
-# ---- right
-
-
-@gluon.jit
-def right(out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C: gl.constexpr):
-    """The other columns of the result. P comes after the scores, so these no longer need a tile released here."""
-    LAYOUT: gl.constexpr = accumulator_layout(HALF)
-    BLOCK_N: gl.constexpr = C.BLOCK_N
-    DV: gl.constexpr = C.DV
-    at = start(C.NUM_STAGES)
-    turn = start(1)
-    program = gl.program_id(0)
-    asked = ()
-    if not C.IS_UNIFORM:
-        asked = ask(lengths, sizes, 4, C)
-    _, flat, end, batch_idx, head, tile, span = locate(lengths, asked, program, sizes, 4, C)
-    while flat < end:
-        q_start, seqlen_q, _, seqlen_k = span
-        _, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
-        steps = min(count - tile, end - flat)
-        acc = gl.zeros([ROWS, HALF], gl.float32, LAYOUT)
-        THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, quads(acc, HALF).type.layout))
-        for _i in range(steps):
-            pipe.p_ring.wait(turn)
-            acc = rescale(acc, pipe.rows_smem.index(0).load(THREADS), HALF, C)
-            pipe.right_ring.wait(at)
-            v = pipe.k_smem.index(at.slot).reshape([BLOCK_N, DV]).slice(HALF, HALF, dim=1)
-            acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(pipe.p_smem, v, acc, is_async=True)])
-            pipe.right_ring.release(at)
-            pipe.p_ring.release(turn)
-            at = at.next()
-            turn = turn.next()
-        pipe.p_ring.wait(turn)
-        top = gl.max(pipe.rows_smem.index(0).load(THREADS), axis=1)
-        total = gl.sum(pipe.rows_smem.index(1).load(THREADS), axis=1)
-        pipe.p_ring.release(turn)
-        turn = turn.next()
-        store_half(
-            acc, top, total, steps == count, out, lse, sinks_ptr, parts_ptr, part_of(program, tile), batch_idx,
-            q_start, seqlen_q, head, 1, C)  # fmt: skip
+            head, SIDE, C)  # fmt: skip
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
         span = spans_of(lengths, batch_idx, sizes, flat < end, C)
@@ -368,11 +434,11 @@ def store_half(
     LAYOUT: gl.constexpr = accumulator_layout(HALF)
     place = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     cols = SIDE * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
+    rows = gl.program_id(1) * ROWS + place
+    token = rows // C.GROUP_SIZE
+    ok = token < seqlen_q
     if finished:
-        rows = gl.program_id(1) * ROWS + place
-        token = rows // C.GROUP_SIZE
         heads = head * C.GROUP_SIZE + rows % C.GROUP_SIZE
-        ok = token < seqlen_q
         tops = gl.convert_layout(top, gl.SliceLayout(1, LAYOUT))
         totals = gl.convert_layout(total, gl.SliceLayout(1, LAYOUT))
         factor, lse_rows = finish(tops, totals, heads, sinks_ptr, C)
@@ -382,66 +448,76 @@ def store_half(
         if SIDE == 0:
             gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)
     else:
-        gl.store(parts_ptr + part.to(gl.int64) * (ROWS * C.DV) + (place * C.DV)[:, None] + cols[None, :], acc)
+        at = parts_ptr + part.to(gl.int64) * (ROWS * C.DV) + (place * C.DV)[:, None] + cols[None, :]
+        gl.store(at, acc, mask=ok[:, None])
 
 
 @gluon.jit(
-    do_not_specialize=["out", "lse", "num_shares", "num_rows", "sizes"],
+    do_not_specialize=["out", "lse", "num_shares", "sizes"],
     do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "items_ptr"],
 )
 def merge_latent_kernel(
-    out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, num_shares, num_rows, sizes, C: gl.constexpr,
+    out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, num_shares, sizes, C: gl.constexpr,
     COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one row of an item, COLUMNS columns at a time. Grid: item * num_rows (the most rows that an
-    item has), columns // COLUMNS.
+    """Merge COLUMNS columns of an item's parts, a row in each warp. Grid: item, programs that share an item's rows,
+    columns // COLUMNS. Most items may have nothing to merge.
 
     The parts come from consecutive shares: the second part of the first one, which ends inside the item, then the first
     part of each other one.
     """
-    PARTS: gl.constexpr = C.MERGED_NUMBERS // COLUMNS
+    WARPS: gl.constexpr = 4
+    PARTS: gl.constexpr = C.MERGED_NUMBERS // (COLUMNS * WARPS)
     DV: gl.constexpr = C.DV
-    WARPS: gl.constexpr = COLUMNS // 128
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4 // WARPS, WARPS], [1, 0])
-    item = gl.program_id(0) // num_rows
-    row = gl.program_id(0) % num_rows
+    LAYOUT: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
+    BY_PART: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    MERGED: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    item = gl.program_id(0)
     batch_idx = item // sizes.num_kv_heads
-    head = (item % sizes.num_kv_heads) * C.GROUP_SIZE + row % C.GROUP_SIZE
-    token = row // C.GROUP_SIZE
     q_start = batch_idx * sizes.seqlen_q
     seqlen_q = sizes.seqlen_q
     if C.PACKED_Q:
         q_start = gl.load(cu_seqlens_q + batch_idx)
         seqlen_q = gl.load(cu_seqlens_q + batch_idx + 1) - q_start
-    if token < seqlen_q:  # of an item without rows there is nothing to read
-        first = gl.load(items_ptr + 2 * item)
-        count = gl.load(items_ptr + 2 * item + 1)
-        if count > 1:
-            cols = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-            acc = gl.zeros([COLUMNS], gl.float32, gl.SliceLayout(0, LAYOUT))
-            top = gl.to_tensor(float("-inf"))
-            total = gl.to_tensor(0.0)
-            for begin in range(0, count, PARTS):
-                number = begin + gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))
-                part = (row // ROWS) * (2 * num_shares) + 2 * (first + number) + gl.where(number == 0, 1, 0)
-                there = number < count
-                stats = stats_ptr + part * (2 * ROWS) + row % ROWS
-                tops = gl.load(stats, mask=there, other=NEG_INF)
-                totals = gl.load(stats + ROWS, mask=there, other=0.0)
-                places = part.to(gl.int64) * (ROWS * DV) + (row % ROWS) * DV
-                values = gl.load(parts_ptr + places[:, None] + cols[None, :], mask=there[:, None], other=0.0)
-                new_top = gl.maximum(top, gl.max(tops, axis=0))
-                shift = gl.where(new_top == NEG_INF, 0.0, new_top)
-                weights = exp2(tops - shift)
-                alpha = exp2(top - shift)
-                total = total * alpha + gl.sum(totals * weights, axis=0)
-                acc = acc * alpha + gl.sum(values * weights[:, None], axis=0)
-                top = new_top
-            factor, lse_row = finish(top, total, head, sinks_ptr, C)
-            at = place_rows(out, batch_idx, q_start, token, head, C)
-            gl.store(out[0] + at + cols, (acc * factor).to(out[0].dtype.element_ty))
-            if gl.program_id(1) == 0:
-                gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, head, C), lse_row)
+    first = gl.load(items_ptr + 2 * item)  # of an item without rows this is anything, and not used
+    count = gl.load(items_ptr + 2 * item + 1)
+    num_rows = gl.where(count > 1, seqlen_q * C.GROUP_SIZE, 0)
+    for begin_row in range(gl.program_id(1) * WARPS, num_rows, gl.num_programs(1) * WARPS):
+        row = begin_row + gl.arange(0, WARPS, gl.SliceLayout(0, BY_PART))
+        ok = row < num_rows
+        cols = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MERGED))
+        acc = gl.zeros([WARPS, COLUMNS], gl.float32, MERGED)
+        total = gl.zeros([WARPS], gl.float32, gl.SliceLayout(0, BY_PART))
+        top = total + NEG_INF
+        for begin in range(0, count, PARTS):
+            number = begin + gl.arange(0, PARTS, gl.SliceLayout(1, BY_PART))
+            share_part = 2 * (first + number) + gl.where(number == 0, 1, 0)
+            part = share_part[:, None] + (row // ROWS * (2 * num_shares))[None, :]
+            there = (number < count)[:, None] & ok[None, :]
+            stats = stats_ptr + part * (2 * ROWS) + (row % ROWS)[None, :]
+            tops = gl.load(stats, mask=there, other=NEG_INF)
+            totals = gl.load(stats + ROWS, mask=there, other=0.0)
+            places = part * (ROWS * DV) + (row % ROWS * DV)[None, :]
+            columns = gl.convert_layout(cols, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
+            values = gl.load(parts_ptr + (places[:, :, None] + columns), mask=there[:, :, None], other=0.0)
+            new_top = gl.maximum(top, gl.max(tops, axis=0))
+            shift = gl.where(new_top == NEG_INF, 0.0, new_top)
+            weights = exp2(tops - shift[None, :])
+            alpha = exp2(top - shift)
+            total = total * alpha + gl.sum(totals * weights, axis=0)
+            alpha = gl.convert_layout(alpha, gl.SliceLayout(1, MERGED))
+            acc = acc * alpha[:, None] + gl.sum(values * weights[:, :, None], axis=0)
+            top = new_top
+        head = item % sizes.num_kv_heads * C.GROUP_SIZE + row % C.GROUP_SIZE
+        token = row // C.GROUP_SIZE
+        factor, lse_rows = finish(top, total, head, sinks_ptr, C)
+        at = gl.convert_layout(place_rows(out, batch_idx, q_start, token, head, C), gl.SliceLayout(1, MERGED))
+        factor = gl.convert_layout(factor, gl.SliceLayout(1, MERGED))
+        kept = gl.convert_layout(ok, gl.SliceLayout(1, MERGED))
+        values = (acc * factor[:, None]).to(out[0].dtype.element_ty)
+        gl.store(out[0] + at[:, None] + cols[None, :], values, mask=kept[:, None])
+        if gl.program_id(2) == 0:
+            gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, head, C), lse_rows, mask=ok)
 
 
 # ---- kernel
@@ -457,16 +533,16 @@ def make_pipeline(k_desc, C: gl.constexpr):
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DV], DTYPE)
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], DTYPE)
     q_smem = gl.allocate_shared_memory(DTYPE, [1, ROWS, DV], Q_LAYOUT)
-    q_rest = gl.allocate_shared_memory(DTYPE, [1, ROWS, PANEL], P_LAYOUT)
-    k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(C.NUM_STAGES, C.BLOCK_N, C.DV, PACKED), k_desc.layout)
-    k_rest = gl.allocate_shared_memory(DTYPE, slots_shape(C.NUM_STAGES, C.BLOCK_N, PANEL, PACKED), k_desc.layout)
+    q_rest = gl.allocate_shared_memory(DTYPE, [ROWS, PANEL], P_LAYOUT)
+    k_smem = gl.allocate_shared_memory(DTYPE, slots_shape(2, C.BLOCK_N, C.DV, PACKED), k_desc.layout)
+    k_rest = gl.allocate_shared_memory(DTYPE, slots_shape(2, C.BLOCK_N, PANEL, PACKED), k_desc.layout)
     p_smem = gl.allocate_shared_memory(DTYPE, [ROWS, BLOCK_N], P_LAYOUT)
-    rows_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    left_ring = make_ring(C.NUM_STAGES, 1)
-    right_ring = make_ring(C.NUM_STAGES, 1)
-    p_ring = make_ring(1, 1)
+    rows_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    left_ring = make_ring(2, 1)
+    right_ring = make_ring(2, 1)
+    told = make_ring(6, 1)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
-    return Pipeline(q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, p_ring)
+    return Pipeline(q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, told)
 
 
 @gluon.jit(
@@ -485,8 +561,9 @@ def latent_kernel(
     pipe = make_pipeline(k_desc, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([
-        (left, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes, pipe,
-                C)),
-        (right, (out, lse, sinks_ptr, parts_ptr, lengths, sizes, pipe, C)),
-        (producer, (k_desc, lengths, paging, sizes, pipe, C)),
+        (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes,
+                    pipe, 0, C)),
+        (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes,
+                    pipe, 1, C)),
+        (producer, (k_desc, out, lse, lengths, paging, sizes, pipe, C)),
     ], [4, 1], [C.CONSUMER_REGS, C.PRODUCER_REGS])  # fmt: skip

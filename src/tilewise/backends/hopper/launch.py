@@ -42,7 +42,7 @@ from tilewise.backends.hopper.decode_configs import (
     decode_config,
     latent_config,
     latent_grid,
-    merged_columns,
+    latent_merge_grid,
     num_programs,
     tokens_of,
 )
@@ -622,21 +622,17 @@ def latent_sizes(problem: AttentionProblem, config: LatentConfig, grid: tuple[in
 
 
 def latent_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
-    """All kernels in order: clear packed rows past the last sequence, read the latents, merge parts."""
+    """All kernels in order: read the latents, which also clears packed rows past the last sequence; merge parts."""
     config = latent_config(problem, packed_queries="cu_seqlens_q" in views)
     shares, blocks = latent_grid(problem, config, device)
-    tokens = tokens_of(problem, packed_queries=config.PACKED_Q)
     arguments = latent_arguments(problem, config, (shares, blocks), views)
-    common = ("out", "lse", "sinks_ptr", "parts_ptr", "stats_ptr", "items_ptr", "cu_seqlens_q", "sizes", "C")
-    rows = tokens * problem.group_size
-    merged = {name: arguments[name] for name in common} | {"num_shares": shares, "num_rows": rows}
     calls = [KernelCall(latent_kernel, (shares, blocks, 1), arguments)]
     if shares > 1:
-        programs = problem.batch * problem.num_kv_heads * rows
-        columns = merged_columns(programs, config, device)
-        grid = (programs, config.DV // columns, 1)
-        calls.append(KernelCall(merge_latent_kernel, grid, merged | {"COLUMNS": columns}))
-    return [_clear_tail_call(problem), *calls] if config.PACKED_Q else calls
+        common = ("out", "lse", "sinks_ptr", "parts_ptr", "stats_ptr", "items_ptr", "cu_seqlens_q", "sizes", "C")
+        grid = latent_merge_grid(problem, config, device)
+        merged = {name: arguments[name] for name in common} | {"num_shares": shares, "COLUMNS": config.DV // grid[2]}
+        calls.append(KernelCall(merge_latent_kernel, grid, merged))
+    return calls
 
 
 def latent_arguments(
