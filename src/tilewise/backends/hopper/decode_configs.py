@@ -120,6 +120,7 @@ class LatentConfig:
     IS_FP8: bool = False
     # Of scores.py. Scores are multiplied by the scale beforehand, and a factor of 1 needs no EXACT.
     IS_LAZY: bool = True
+    INTEGER_MAX: bool = False
     EXACT: bool = False
     NUM_STAGES: int = 2
     MERGED_NUMBERS: int = MERGED_NUMBERS
