@@ -183,8 +183,7 @@ class TileMask:
         Tokens past the last total are padding.
         """
         _check_length("seqlen", seqlen)
-        _check_totals(cu_seqlens, seqlen)
-        totals = cu_seqlens.to(device="cpu", dtype=torch.int64)
+        totals = _totals(cu_seqlens, seqlen)
         position = torch.arange(seqlen, dtype=torch.int64, device="cpu")
         ids = torch.bucketize(position, totals[1:].contiguous(), right=True)
         return cls.documents(ids.masked_fill_(ids == len(totals) - 1, -1), device=_device_of(cu_seqlens, device))
@@ -608,8 +607,10 @@ def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, **known
 
 
 def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """On the device. CUDA has read memory that is not pinned when the call returns: no need to wait for the copy."""
-    return numbers.to(device, non_blocking=device.type == "cuda" and not numbers.is_pinned())
+    """On the device. A copy from pinned memory of our own need not be waited for: torch keeps it until it is done."""
+    if device.type == "cuda" and numbers.device.type == "cpu" and not numbers.is_pinned():
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device)
 
 
 def _least_and_most(numbers: Tensor, device: torch.device) -> Tensor:
@@ -746,13 +747,15 @@ def _check_boolean(name: str, shape: str, mask: Any) -> None:
         raise InvalidProblem(name, expected, _shown(mask), "0 and 1 become a mask by .bool().")
 
 
-def _check_totals(cu_seqlens: Any, seqlen: int) -> None:
+def _totals(cu_seqlens: Any, seqlen: int) -> Tensor:
+    """Checked, on the CPU."""
     is_integer = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in INTEGERS
     if not is_integer or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         fix = "Give running totals from 0."
         raise InvalidProblem("cu_seqlens", "a 1-D integer tensor with one entry or more", _shown(cu_seqlens), fix)
-    if cu_seqlens.device.type == "cpu" or (cu_seqlens.is_cuda and settings.current().check_values):
-        check_totals("cu_seqlens", cu_seqlens.tolist(), seqlen)
+    totals: Tensor = cu_seqlens.to(device="cpu", dtype=torch.int64)
+    check_totals("cu_seqlens", totals.tolist(), seqlen)
+    return totals
 
 
 def _together(name: str, own: Tensor, other: str, theirs: Tensor, device: Device) -> Tensor:
@@ -785,7 +788,8 @@ def _prefixes(lengths: Any) -> Tensor:
         found = torch.as_tensor(lengths, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         found = None
-    if found is None or found.dtype not in INTEGERS or found.dim() > 1:
+    others = found is None or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+    if found is None or others or found.dim() > 1:
         fix = "Give an integer, or one for each sequence."
         raise InvalidProblem("lengths", "integers", _shown(lengths) if found is None else _shown(found), fix)
     return found.to(torch.int64).reshape(-1, 1, 1)

@@ -228,3 +228,12 @@ def test_a_slot_past_the_pages_is_refused_on_a_cpu(dtype: torch.dtype) -> None:
         with pytest.raises(tw.InvalidProblem, match="slots"):
             write(torch.arange(5) + 8)
         write(torch.arange(5) + 7)
+
+
+@pytest.mark.parametrize("changed", range(4))
+def test_rows_and_pages_of_several_dtypes_are_refused(changed: int) -> None:
+    rows, pages = torch.zeros(3, 2, 64, dtype=torch.int8), torch.zeros(2, 8, 2, 64, dtype=torch.int8)
+    given = [rows, rows, pages, pages]
+    given[changed] = given[changed].to(torch.float16)
+    with pytest.raises(InvalidProblem, match="one dtype"):
+        write_rows(given[0], given[1], given[2], given[3], torch.arange(3))

@@ -294,6 +294,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weight of another dim": (of("q_weight", torch.ones(DIM + 1)) | of("norm_eps", 1e-6), "q_weight"),
     "negative eps": (of("norm_eps", -1.0), "norm_eps"),
     "eps in a list": (of("norm_eps", [1e-6]), "norm_eps"),
+    "no bool": (of("interleaved", 1), "interleaved"),
     "NaN eps": (of("norm_eps", float("nan")), "norm_eps"),
     "scales of other pages": (of("k_scale", torch.ones(1)), "k_scale"),
     "shape of out": (of("out", torch.zeros(9, HEADS, DIM + 1)), "out"),

@@ -115,6 +115,8 @@ def append_rotated(
         >>> append_rotated(q, k, v, *pages, torch.arange(5), torch.arange(5), table).shape
         torch.Size([5, 4, 16])
     """
+    if not isinstance(interleaved, bool):
+        raise InvalidProblem("interleaved", "True or False", repr(interleaved), "Pass a Python bool.")
     rest = (k_pages, v_pages, slots, positions, cos_sin, q_weight, k_weight, k_scale, v_scale)
     slot, places = calls.slot_of((q, k, v, out, *rest), ("rotated", interleaved, norm_eps))
     key = None if slot is None or places is None or settings.current().check_values else (slot, places)

@@ -26,7 +26,7 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     Pages (num_pages, page_size, num_kv_heads, dim) have the same dtype and device. slots is int64 (total,), each within
     the pages, or negative for a row that is skipped. No two rows have the same slot.
     """
-    if k.dtype in CODES:
+    if k.dtype in CODES and k.dtype == v.dtype == k_pages.dtype == v_pages.dtype:
         k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
     given = (k, v, k_pages, v_pages, slots)
     slot, places = calls.slot_of(given, ("write",))
@@ -40,6 +40,9 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
 def _write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, slot: calls.Slot | None) -> None:
     """Check and write; later calls with this signature only write."""
     given = (k, v, k_pages, v_pages, slots)
+    if not k.dtype == v.dtype == k_pages.dtype == v_pages.dtype:
+        dtypes = ", ".join(str(t.dtype) for t in given[:4])
+        raise InvalidProblem("k, v, k_pages, v_pages", "one dtype", dtypes, "Convert k and v to that of the pages.")
     if slots.dtype != torch.int64:
         raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
     backend = dispatch.serving(k.device.type) if _takes(k, v, k_pages, v_pages) else None
