@@ -231,7 +231,7 @@ FAMILIES = {
         ("forward_kernel", "forward_quad_kernel", "forward_wide_kernel"),
         plain_problem,
         forward_choices,
-        (DIMS + WIDE_DIMS, DTYPES, EVERY_MASK, ROWS, SCORES, LENGTHS),
+        (DIMS + WIDE_DIMS, DTYPES, EVERY_MASK, ROWS, [*SCORES, {"max_logits": True}], LENGTHS),
         lambda: _rows_of(configs, configs.ForwardTile),
     ),
     # Its kernels know nothing of sinks.
