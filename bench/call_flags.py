@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from suite.measuring import commit
+from suite import measuring
 from tilewise.bench.machine import machine, versions
 
 GRAPH_CALLS, REPLAYS, HOST_CALLS = 20, 15, 100
@@ -48,12 +48,7 @@ def device_seconds(runs: list[Run]) -> list[float]:
     graphs, taken = [captured(run) for run in runs], [list[float]() for _ in runs]
     for _ in range(REPLAYS):
         for graph, samples in zip(graphs, taken, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            stop.record()
-            torch.cuda.synchronize()
-            samples.append(start.elapsed_time(stop) * 1e-3 / GRAPH_CALLS)
+            samples.append(measuring.device_seconds(graph.replay) / GRAPH_CALLS)
     return [statistics.median(samples) for samples in taken]
 
 
@@ -122,7 +117,7 @@ def main() -> None:
         found.append(compared(f"batch: {name}", call, deterministic="batch"))
         found.append(compared(f"out: {name}", call, out=out))
     if arguments.output is not None:
-        about = {"machine": machine(), "versions": versions(), "commit": commit()}
+        about = {"machine": machine(), "versions": versions(), "commit": measuring.commit()}
         arguments.output.write_text(json.dumps({**about, "results": found}, indent=1) + "\n")
 
 

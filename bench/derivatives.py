@@ -29,7 +29,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
-from suite.measuring import allocated, commit
+from suite.measuring import allocated, commit, device_seconds
 from tilewise.bench.machine import machine, versions
 from tilewise.bench.memory import memory_method, peak_extra_memory
 from tilewise.bench.timing import CudaClock, Entrant, race, summarise
@@ -211,14 +211,9 @@ class AheadClock(CudaClock):
 
     def __call__(self, batch: Callable[[], object], lead_in: Callable[[], object]) -> float:  # noqa: ARG002
         """Run the batch once."""
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.flush.zero_()
         torch.cuda._sleep(AHEAD_CYCLES)  # noqa: SLF001
-        start.record()
-        batch()
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e-3
+        return device_seconds(batch)
 
 
 def host_seconds(call: Callable[[], object]) -> float:

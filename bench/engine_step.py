@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from suite.measuring import commit
+from suite.measuring import commit, device_seconds
 from tilewise.bench.machine import machine, versions
 from tilewise.integrations.engines import Batch, Layer
 
@@ -174,15 +174,7 @@ def captured(run: Run) -> torch.cuda.CUDAGraph:
 def timed(run: Run, layers: int) -> float:
     """Microseconds of a layer on the device."""
     run()
-    taken = []
-    for _ in range(SAMPLES):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        taken.append(float(start.elapsed_time(stop)) * 1e3 / layers)
-    return statistics.median(taken)
+    return statistics.median(1e6 * device_seconds(run) / layers for _ in range(SAMPLES))
 
 
 def host_time(run: Run, layers: int) -> float:

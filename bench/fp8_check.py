@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from suite.measuring import device_seconds
 from tilewise import device as devices
 from tilewise import fp8, validation
 from tilewise.backends.gpu.launching import Pass, raw_views
@@ -178,14 +179,8 @@ def milliseconds(calls: dict[str, Callable[[], Any]], rounds: int, repeats: int)
         call()
     for _ in range(rounds):
         for name, call in calls.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(11_000_000)  # noqa: SLF001  (6 ms, in which the host gets ahead of the device)
-            begin.record()
-            for _ in range(repeats):
-                call()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) / repeats)
+            times[name].append(1e3 * device_seconds(call, repeats) / repeats)
     return {name: statistics.median(found) for name, found in times.items()}
 
 

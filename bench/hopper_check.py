@@ -129,14 +129,8 @@ def medians(candidates: dict[str, Callable[[], Any]], rounds: int = 5, budget_ms
     for turn in range(rounds + 1):
         for name, call in candidates.items():
             count = 2 if turn == 0 else max(2, int(budget_ms / estimate[name]))
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             call()
-            begin.record()
-            for _ in range(count):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            estimate[name] = max(begin.elapsed_time(end) / count, 1e-3)
+            estimate[name] = max(1e3 * measuring.device_seconds(call, count) / count, 1e-3)
             if turn:
                 times[name].append(estimate[name])
     return {name: sorted(values)[len(values) // 2] for name, values in times.items()}

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 import tilewise as tw
-from suite.measuring import commit
+from suite.measuring import commit, device_seconds
 from tilewise import fp8
 from tilewise.bench.machine import machine, versions
 
@@ -206,23 +206,12 @@ def captured(run: Run) -> Run:
     return graph.replay
 
 
-def elapsed(run: Run, times: int) -> float:
-    """Microseconds of `times` runs on the device."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        run()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e3
-
-
 def raced(runs: Mapping[str, Run], times: int) -> dict[str, float]:
     """Median microseconds of a call of each; they take turns."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(ROUNDS + 1):
         for name, run in runs.items():
-            found = elapsed(run, times) / CALLS
+            found = 1e6 * device_seconds(run, times) / CALLS
             if number:
                 taken[name].append(found)
     return {name: statistics.median(values) for name, values in taken.items()}
@@ -280,7 +269,7 @@ def sweep(quick: bool) -> list[dict[str, Any]]:
             try:
                 with overridden({"latent": tile}):
                     out = step.call("triton")
-                    row["us"] = elapsed(captured(lambda s=step: s.call("triton")), 1) / CALLS  # type: ignore[misc]
+                    row["us"] = 1e6 * device_seconds(captured(lambda s=step: s.call("triton"))) / CALLS  # type: ignore[misc]
                 row["off"] = float((out - step.call("triton")).abs().max())
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {error}"[:120]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import tilewise as tw
 from suite.measuring import commit
-from tile_masks import BARS, SIZES, TOLERANCE, Made, apart, flex, masks, race
+from tile_masks import BARS, SIZES, TOLERANCE, Made, apart, flex, masks, passes, race
 from tilewise.bench.machine import machine, versions
 
 NAMES = ("prefix", "image spans", "documents", "chunks", "neighbourhood", "random tiles", "random bits")
@@ -86,19 +86,7 @@ class Cell:
     def called(self, attend: Callable[..., Any]) -> Callable[[], Any]:
         """The pass of a function that autograd knows."""
         q, k, v, dout = self.inputs
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        made: list[Tensor] = []
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return attend(q, k, v)
-
-        def backward() -> Any:
-            if not made:
-                made.append(attend(*leaves))
-            return torch.autograd.grad(made[0], leaves, dout, retain_graph=True)
-
-        return forward if self.which == "forward" else backward
+        return passes(q, k, v, attend, dout)[self.which]
 
     def add_fa4(self) -> None:
         """Compile FlashAttention 4 if it is not yet: its first call, on numbers that do not matter."""

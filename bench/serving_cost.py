@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from suite.measuring import commit
+from suite.measuring import commit, device_seconds
 from tilewise import cascade
 from tilewise import device as devices
 from tilewise.bench.machine import machine, versions
@@ -73,15 +73,7 @@ def graph_seconds(run: Run) -> float:
     with torch.cuda.graph(graph):
         for _ in range(GRAPH_CALLS):
             run()
-    taken = []
-    for _ in range(SAMPLES):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        taken.append(float(start.elapsed_time(stop)) * 1e-3 / GRAPH_CALLS)
-    return statistics.median(taken)
+    return statistics.median(device_seconds(graph.replay) / GRAPH_CALLS for _ in range(SAMPLES))
 
 
 def measure_append(device: str, dtype: torch.dtype) -> Iterator[Row]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import tilewise as tw
-from suite.measuring import commit
+from suite.measuring import commit, device_seconds
 from tilewise import TileMask, tile_mask
 from tilewise.bench.machine import machine, versions
 from tilewise.tiles import FULL, TILE
@@ -71,13 +71,8 @@ def once(call: Call, device: str) -> float:
         start = time.thread_time()
         call()
         return time.thread_time() - start
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     torch.cuda._sleep(HEAD_START)  # noqa: SLF001
-    events[0].record()
-    call()
-    events[1].record()
-    torch.cuda.synchronize()
-    return float(events[0].elapsed_time(events[1])) / 1e3
+    return device_seconds(call)
 
 
 def failure_of(call: Call, device: str) -> str | None:
@@ -180,8 +175,8 @@ def masks(seqlen: int, device: str) -> dict[str, Made]:
     }
 
 
-def passes(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Entrants:
-    """Forward alone, backward alone, and both."""
+def passes(q: Tensor, k: Tensor, v: Tensor, attend: Attend, dout: Tensor | None = None) -> Entrants:
+    """Forward alone, backward alone, and both; `dout`, or ones, is the gradient of the output."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     made: list[Tensor] = []
 
@@ -192,12 +187,12 @@ def passes(q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Entrants:
     def backward() -> object:
         if not made:
             out = attend(*leaves)
-            made.extend((out, torch.ones_like(out)))
+            made.extend((out, torch.ones_like(out) if dout is None else dout))
         return torch.autograd.grad(made[0], leaves, made[1], retain_graph=True)
 
     def training() -> object:
         out = attend(*leaves)
-        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+        return torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout)
 
     return {"forward": forward, "backward": backward, "training": training}
 

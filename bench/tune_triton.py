@@ -242,18 +242,8 @@ def check_all(jobs: list[Job], workers: int) -> dict[Job, dict[str, Any]]:
 
 def milliseconds(run: Run, at_least: float = 3.0) -> float:
     """Mean of enough back-to-back runs to last `at_least` milliseconds."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    run()
-    last.record()
-    last.synchronize()
-    repeats = max(1, min(200, int(at_least / max(first.elapsed_time(last), 1e-3))))
-    first.record()
-    for _ in range(repeats):
-        run()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / repeats
+    repeats = max(1, min(200, int(at_least / max(1e3 * measuring.device_seconds(run), 1e-3))))
+    return 1e3 * measuring.device_seconds(run, repeats) / repeats
 
 
 def round_robin(runs: dict[str, Run]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
-from suite.measuring import commit
+from suite.measuring import commit, device_seconds
 from tilewise.bench.machine import machine, versions
 
 WIDTH, WIDTH_V = 192, 128
@@ -95,24 +95,15 @@ def errors(step: Step, attend: Attend) -> dict[str, Any]:
     return found | {"finite": finite, "repeats": same, "right": finite and max(found.values()) < TOLERANCE}
 
 
-def elapsed(run: Callable[[], Any], calls: int) -> float:
-    """Milliseconds of a call on the device."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        run()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) / calls
-
-
 def raced(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each; they take turns."""
+    """Median milliseconds of each; they take turns of about 20 ms."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
-    calls = {name: max(1, min(20, round(20 / elapsed(run, 1)))) for name, run in runs.items() if elapsed(run, 1)}
+    for run in runs.values():
+        run()  # compiles
+    calls = {name: max(1, min(20, round(0.02 / device_seconds(run)))) for name, run in runs.items()}
     for _ in range(rounds):
         for name, run in runs.items():
-            taken[name].append(elapsed(run, calls[name]))
+            taken[name].append(1e3 * device_seconds(run, calls[name]) / calls[name])
     return {name: statistics.median(values) for name, values in taken.items()}
 
 

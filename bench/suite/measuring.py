@@ -1,4 +1,4 @@
-"""What only the benchmark measures: extra memory of a call, host time of a launch, and the commit of the source."""
+"""What only the benchmark measures: device time, extra memory and host time of a call, and the commit of the source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tilewise
 from tilewise.bench.memory import peak_extra_memory
 from tilewise.bench.timing import Batch, Clock, CudaClock
 
-__all__ = ["HostClock", "allocated", "commit", "extra_memory"]
+__all__ = ["HostClock", "allocated", "commit", "device_seconds", "extra_memory"]
 
 
 class HostClock(Clock):
@@ -31,6 +31,17 @@ class HostClock(Clock):
         seconds = time.perf_counter() - start
         torch.cuda.synchronize()
         return seconds
+
+
+def device_seconds(run: Callable[[], object], times: int = 1) -> float:
+    """Seconds that a GPU takes for `times` runs, one after the other."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e-3
 
 
 def extra_memory(call: Callable[[], Tensor], device: str) -> int:
