@@ -500,6 +500,7 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: TileMask.from_cu_seqlens(torch.tensor([0, 4, 3]), 5), "never decrease"),
         (lambda: TileMask.from_cu_seqlens(torch.tensor([0, 6]), 5), "at most 5"),
         (lambda: TileMask.from_cu_seqlens(IDS[:0], 5), "one entry or more"),
+        (lambda: TileMask.from_cu_seqlens(IDS.to("meta"), 5), "with contents"),
         (lambda: TileMask.prefix(torch.tensor([True]), 5), "lengths: expected integers, got torch.bool"),
         (lambda: TileMask.prefix(2.5, 5), "lengths: expected integers, got torch.float32"),  # type: ignore[arg-type]
         (lambda: TileMask.prefix(IDS[None], 5), "lengths: expected integers"),

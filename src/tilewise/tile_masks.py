@@ -750,9 +750,9 @@ def _check_boolean(name: str, shape: str, mask: Any) -> None:
 def _totals(cu_seqlens: Any, seqlen: int) -> Tensor:
     """Checked, on the CPU."""
     is_integer = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in INTEGERS
-    if not is_integer or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        fix = "Give running totals from 0."
-        raise InvalidProblem("cu_seqlens", "a 1-D integer tensor with one entry or more", _shown(cu_seqlens), fix)
+    if not is_integer or cu_seqlens.is_meta or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        expected, fix = "a 1-D integer tensor with contents, of one entry or more", "Give running totals from 0."
+        raise InvalidProblem("cu_seqlens", expected, _shown(cu_seqlens), fix)
     totals: Tensor = cu_seqlens.to(device="cpu", dtype=torch.int64)
     check_totals("cu_seqlens", totals.tolist(), seqlen)
     return totals
