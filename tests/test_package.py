@@ -8,6 +8,7 @@ import tarfile
 import zipfile
 from email.message import Message
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,9 @@ FILES = (f"{HOME}/blob/main/", "https://raw.githubusercontent.com/tilewise/tilew
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("package")]
 pytest.importorskip("hatchling")
 pytest.importorskip("hatch_fancy_pypi_readme")
+
+# Python has it from 3.11.4 on.
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 
 def build(source: Path, target: str, folder: Path) -> Path:
@@ -49,7 +53,7 @@ def metadata(wheel: Path) -> Message:
 def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     sdist = build(ROOT, "sdist", tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path, **FILTER)
     again = build(tmp_path / sdist.name.removesuffix(".tar.gz"), "wheel", tmp_path / "again")
     assert again.name == wheel.name == f"{sdist.name.removesuffix('.tar.gz')}-py3-none-any.whl"
     expected, found = contents(wheel), contents(again)

@@ -38,6 +38,7 @@ def diagnose() -> dict[str, Any]:
             "tilewise": __version__,
             "python": platform.python_version(),
             **{name: installed_version(name) for name in PACKAGES},
+            "torch": str(torch.__version__),  # which also names the CUDA release it was built for
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
         "devices": [_device(device.measured_cpu(), torch.device("cpu")), *(_device(device.of(g), g) for g in gpus)],
