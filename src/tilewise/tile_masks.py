@@ -39,12 +39,10 @@ from tilewise.tiles import (
 from tilewise.totals import check_totals
 from tilewise.units import format_bytes
 
-# Tiles that are still to be evaluated, and of these the ones that are sure to be neither empty nor full.
-UNKNOWN, PARTIAL = -3, -4
+# Tiles that are still to be evaluated.
+UNKNOWN = -3
 # Of a map of 1 GiB.
 MAX_TILES = 2**28
-# Of a map that is sorted into kinds on the CPU: launches would take longer than the work.
-MAX_CPU_TILES = 2**16
 # Rows and columns of the picture that a mask prints.
 PICTURE = 32
 # The same of a plot.
@@ -124,22 +122,28 @@ class TileMask:
             fix = "Give one end for every start."
             raise InvalidProblem("ends", f"shape {tuple(starts.shape)} as starts has", tuple(ends.shape), fix)
         _check_length("seqlen", seqlen)
+        by_keys = of == "queries"
+        where = _device_of(starts, device)
+        lengths = (seqlen, starts.shape[2]) if by_keys else (starts.shape[2], seqlen)
         # A range without members is put where no tile meets it.
         nothing = starts >= ends
         both = torch.stack([starts.masked_fill(nothing, seqlen), ends.masked_fill(nothing, 0)])
-        bounds, where = _in_tiles(both.transpose(3, 4)), _device_of(starts, device)
-        tiles, on_device = _by_ranges(bounds, seqlen, where), _sent(bounds, where)
-        by_keys = of == "queries"
+        both = both.transpose(3, 4).contiguous().to(where)
+        making = _kernels(both, starts.shape[:2], lengths)
+        if making is not None:
+            tiles, found = making.ranges(*both, seqlen, of_queries=by_keys)
+            return cls(tiles, found, *lengths)
+        bounds = _in_tiles(both)
+        tiles = _by_ranges(bounds, seqlen)
 
         def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
             mine, other = (n, m) if by_keys else (m, n)
             at = _indices(other, seqlen)[:, None].unsqueeze(-1 if by_keys else -2)
-            start, end = on_device[:, b, h, :, mine].unsqueeze(-2 if by_keys else -1).unbind(1)
+            start, end = bounds[:, b, h, :, mine].unsqueeze(-2 if by_keys else -1).unbind(1)
             inside = (at >= start) & (at < end)
             return packed(inside[:, 0] if inside.shape[1] == 1 else inside.any(1))
 
-        lengths = (seqlen, starts.shape[2]) if by_keys else (starts.shape[2], seqlen)
-        return _evaluated(tiles.transpose(2, 3) if by_keys else tiles, bits, *lengths, device=where)
+        return _evaluated(tiles.transpose(2, 3) if by_keys else tiles, bits, *lengths)
 
     @classmethod
     def documents(cls, ids: Tensor, ids_k: Tensor | None = None, *, device: Device = None) -> TileMask:
@@ -153,29 +157,26 @@ class TileMask:
         batch = max(q.shape[0], k.shape[0])
         q, k = q.expand(batch, -1), k.expand(batch, -1)
         lengths = q.shape[1], k.shape[1]
-        where = _device_of(q, device)
-        tiles = _to_sort((batch, 1), lengths, where)
-        q_tiles = _in_tiles(q)
-        k_tiles = q_tiles if ids_k is None else _in_tiles(k)
+        q = q.to(_device_of(q, device))
+        k = q if ids_k is None else k.to(q.device)
+        making = _kernels(q, (batch, 1), lengths)
+        if making is not None:
+            tiles, found = making.documents(q, k)
+            return cls(tiles, found, *lengths)
+        tiles, q_tiles, k_tiles = _unknown((batch, 1), lengths, q.device), _in_tiles(q), _in_tiles(k)
         if tiles.numel():
-            q_low, q_high = _least_and_most(q_tiles, tiles.device)
-            k_low, k_high = (q_low, q_high) if ids_k is None else _least_and_most(k_tiles, tiles.device)
-            q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
+            q_low, q_high = (x[:, :, None] for x in q_tiles.aminmax(dim=-1))
+            k_low, k_high = (x[:, None] for x in k_tiles.aminmax(dim=-1))
             same = torch.minimum(q_low, k_low) == torch.maximum(q_high, k_high)
             # Also where all ids of one side are negative, and they may be the same.
             apart = torch.minimum(q_high, k_high) < torch.maximum(q_low, k_low).clamp_min(0)
-            # An id that both have. Not the lowest ones: these may be padding.
-            shared = (q_high == k_high) | (q_high == k_low) | (q_low == k_high)
-            tiles.masked_fill_(shared[:, None], PARTIAL).masked_fill_(same[:, None], FULL)
-            tiles.masked_fill_(apart[:, None], EMPTY)
-        q_tiles = _sent(q_tiles, where)
-        k_tiles = q_tiles if ids_k is None else _sent(k_tiles, where)
+            tiles.masked_fill_(same[:, None], FULL).masked_fill_(apart[:, None], EMPTY)
 
         def bits(b: Tensor, _h: Tensor, m: Tensor, n: Tensor) -> Tensor:
             mine = q_tiles[b, m][:, :, None]
             return packed((mine == k_tiles[b, n][:, None]) & (mine >= 0))
 
-        return _evaluated(tiles, bits, *lengths, device=where)
+        return _evaluated(tiles, bits, *lengths)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, seqlen: int, *, device: Device = None) -> TileMask:
@@ -237,8 +238,8 @@ class TileMask:
         # From the first neighbour to the last: tiles outside are empty.
         ends = (bounds[0] - torch.tensor([[0], [1]], device="cpu"))[:, :, None] * width + bounds[1][:, None]
         where = torch.device(device or "cpu")
-        tiles = _by_ranges(_in_tiles(ends.view(2, 1, 1, 1, -1)), height * width, where)
-        (top, bottom), (left, right) = (_sent(x, where).unbind() for x in bounds)
+        tiles = _by_ranges(_in_tiles(ends.view(2, 1, 1, 1, -1).to(where)), height * width)
+        (top, bottom), (left, right) = (x.to(where).unbind() for x in bounds)
 
         def pairs(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             y, x = i // width, i % width
@@ -246,7 +247,7 @@ class TileMask:
             return (ky >= top[y]) & (ky < bottom[y]) & (kx >= left[x]) & (kx < right[x])
 
         tiles = torch.where(tiles == EMPTY, EMPTY, UNKNOWN).to(torch.int32)
-        return _of_pairs(pairs, height * width, height * width, tiles, device=where)
+        return _of_pairs(pairs, height * width, height * width, tiles)
 
     @classmethod
     def tree(cls, parents: Sequence[int] | Tensor, context: int = 0, *, device: Device = None) -> TileMask:
@@ -563,37 +564,39 @@ def tile_mask(
 # Evaluation
 
 
-def _evaluated(
-    tiles: Tensor,
-    evaluate: Evaluate,
-    seqlen_q: int,
-    seqlen_k: int,
-    bits: Tensor | None = None,
-    device: torch.device | None = None,
-) -> TileMask:
-    """The mask of a map with unknown tiles. `bits` are those of tiles that are known; the map may be on a CPU."""
-    tiles, where = tiles.contiguous(), tiles.device if device is None else device
+def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, bits: Tensor | None = None) -> TileMask:
+    """The mask of a map with unknown tiles. `bits` are those of tiles that are known."""
+    tiles = tiles.contiguous()
     parts = [] if bits is None else [bits]
     count = sum(map(len, parts))
-    unknown = (tiles <= UNKNOWN).nonzero()
-    is_sure = len(unknown) == 0 or not (tiles == UNKNOWN).any()
-    for some in unknown.split(at_once(where)) if len(unknown) else ():
-        found = evaluate(*_sent(some, where).unbind(1))
-        kinds = torch.arange(count, count + len(found), dtype=torch.int32, device=tiles.device)
-        if not is_sure:
-            least, most = _least_and_most(found.flatten(1), tiles.device)
-            same = least == most
-            empty, full = same & (least == 0), same & (least == -1)
-            partial = ~(empty | full)
-            if not partial.all():
-                kinds = partial.cumsum(0, dtype=torch.int32).add_(count - 1)
-                kinds.masked_fill_(empty, EMPTY).masked_fill_(full, FULL)
-                found = found[partial]
-        tiles[some.unbind(1)] = kinds
-        parts.append(found)
-        count += len(found)
-    joined = no_bits(where) if count == 0 else parts[0] if len(parts) == 1 else torch.cat(parts)
-    return TileMask(_sent(tiles, where), joined, seqlen_q, seqlen_k)
+    unknown = (tiles == UNKNOWN).nonzero()
+    for some in unknown.split(at_once(tiles.device)) if len(unknown) else ():
+        found = evaluate(*some.unbind(1))
+        least, most = found.flatten(1).aminmax(dim=1)
+        same = least == most
+        empty, full = same & (least == 0), same & (least == -1)
+        partial = ~(empty | full)
+        kinds = partial.cumsum(0, dtype=torch.int32).add_(count - 1)
+        tiles[some.unbind(1)] = kinds.masked_fill_(empty, EMPTY).masked_fill_(full, FULL)
+        parts.append(found[partial])
+        count += len(parts[-1])
+    joined = no_bits(tiles.device) if count == 0 else parts[0] if len(parts) == 1 else torch.cat(parts)
+    return TileMask(tiles, joined, seqlen_q, seqlen_k)
+
+
+def _kernels(numbers: Tensor, shared: Sequence[int], lengths: Sequence[int]) -> Any:
+    """The module whose kernels make a mask of these numbers; None if they cannot."""
+    plain = type(numbers) is Tensor and numbers.is_cuda and not torch.compiler.is_compiling()
+    if not plain or numbers.numel() == 0 or 0 in (*shared, *lengths):
+        return None
+    _check_count(shared, lengths)
+    from tilewise.backends.gpu import releases
+
+    if releases.missing() is not None:
+        return None
+    from tilewise.backends.gpu import mask_making
+
+    return mask_making
 
 
 def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, **known: Any) -> TileMask:
@@ -606,18 +609,6 @@ def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, **known
     return _evaluated(tiles, evaluate, seqlen_q, seqlen_k, **known)
 
 
-def _sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """On the device. A copy from pinned memory of our own need not be waited for: torch keeps it until it is done."""
-    if device.type == "cuda" and numbers.device.type == "cpu" and not numbers.is_pinned():
-        return numbers.pin_memory().to(device, non_blocking=True)
-    return numbers.to(device)
-
-
-def _least_and_most(numbers: Tensor, device: torch.device) -> Tensor:
-    """Of the last dimension, as one tensor: reading it waits once."""
-    return torch.stack(numbers.aminmax(dim=-1)).to(device)
-
-
 def _indices(tile: Tensor, length: int) -> Tensor:
     """The indices (number, 128) in these tiles. Past the length the last one is repeated, which leaves empty and full
     tiles what they are.
@@ -628,19 +619,18 @@ def _indices(tile: Tensor, length: int) -> Tensor:
 
 def _unknown(shared: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
     """A map of tiles that are all to be evaluated; `shared` are batch and heads."""
+    return torch.full(_check_count(shared, lengths), UNKNOWN, dtype=torch.int32, device=device)
+
+
+def _check_count(shared: Sequence[int], lengths: Sequence[int]) -> tuple[int, int, int, int]:
+    """The shape of a map."""
     shape = shared[0], shared[1], num_tiles(lengths[0]), num_tiles(lengths[1])
     count = shape[0] * shape[1] * shape[2] * shape[3]
     if count > MAX_TILES:
         expected = f"a map of at most {MAX_TILES:,} tiles of {TILE} x {TILE} pairs"
         fix = "Share the mask between heads or sequences, or attend to parts of the keys and join them with merge."
         raise InvalidProblem("seqlen_q, seqlen_k", expected, f"{count:,} tiles", fix)
-    return torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
-
-
-def _to_sort(shared: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """`_unknown` of a mask on the device: there, or on the CPU if it is small."""
-    count = shared[0] * shared[1] * num_tiles(lengths[0]) * num_tiles(lengths[1])
-    return _unknown(shared, lengths, torch.device("cpu") if count <= MAX_CPU_TILES else device)
+    return shape
 
 
 def _vmapped(fn: Callable[..., Any]) -> Pairs:
@@ -660,22 +650,18 @@ def _vmapped(fn: Callable[..., Any]) -> Pairs:
     return each  # type: ignore[no-any-return]
 
 
-def _by_ranges(bounds: Tensor, seqlen: int, device: torch.device) -> Tensor:
+def _by_ranges(bounds: Tensor, seqlen: int) -> Tensor:
     """The map of starts and ends (2, batch, heads, ranges, tiles, 128): tiles that no range meets are empty, and full
     where a range of every row covers them.
     """
-    tiles = _to_sort(bounds.shape[1:3], (bounds.shape[4] * TILE, seqlen), device)
+    tiles = _unknown(bounds.shape[1:3], (bounds.shape[4] * TILE, seqlen), bounds.device)
     if tiles.numel() == 0:
         return tiles
-    (low, low_end), (high_start, high) = _least_and_most(bounds, tiles.device)[..., None]
+    (low, low_end), (high_start, high) = (x[..., None] for x in bounds.aminmax(dim=-1))
     first = torch.arange(0, tiles.shape[3] * TILE, TILE, dtype=torch.int64, device=tiles.device)
     last = (first + TILE).clamp_max(seqlen)
     missed = (low >= last) | (high <= first)
     covered = (high_start <= first) & (low_end >= last)
-    if bounds.shape[3] == 1:
-        # All ranges end past where the tile begins, and one begins before its end; or the other way round.
-        met = ((low_end > first) & (low < last)) | ((high_start < last) & (high > first))
-        tiles.masked_fill_(met[:, :, 0], PARTIAL)
     return tiles.masked_fill_(missed.all(2), EMPTY).masked_fill_(covered.any(2), FULL)
 
 

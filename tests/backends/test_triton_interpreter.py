@@ -382,3 +382,30 @@ def test_two_kernels_list_the_tiles_of_a_mask(shape: tuple[int, int, int, int]) 
     kinds[:, 0, :1] = tilewise.tiles.EMPTY
     for tile_map in (kinds, kinds.transpose(2, 3)):
         assert torch.equal(listing.listed(tile_map), tilewise.tiles.lists_of(tile_map.contiguous()))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 300), (128, 1200), (1, 129)])
+def test_two_kernels_make_the_masks_of_documents_and_ranges(seqlen_q: int, seqlen_k: int) -> None:
+    """The tiles and the bits that a CPU makes, of sorted and of mixed documents, and of one range and of two."""
+    making = importlib.import_module("tilewise.backends.gpu.mask_making")
+    generator = torch.Generator().manual_seed(seqlen_k)
+
+    def same(mask: tilewise.TileMask, made: tuple[torch.Tensor, torch.Tensor]) -> None:
+        assert torch.equal(made[0], mask.tiles)
+        rows, keys = (tilewise.tiles.num_tiles(n) * tilewise.tiles.TILE for n in (seqlen_q, seqlen_k))
+        found = tilewise.tiles.visible(*made, rows, keys)[..., :seqlen_q, :seqlen_k]
+        assert torch.equal(found, mask.dense())
+
+    for most, dtype in ((3, torch.int64), (9, torch.int32)):
+        q, k = (torch.randint(-1, most, (2, n), generator=generator, dtype=dtype) for n in (seqlen_q, seqlen_k))
+        for ids in ((q, k), (q.sort().values, k.sort().values), (q * 0, k * 0), (q * 0 - 1, k * 0 - 1)):
+            same(tilewise.TileMask.documents(*ids), making.documents(*ids))
+    for count in (1, 2):
+        for of, own, other in (("keys", seqlen_q, seqlen_k), ("queries", seqlen_k, seqlen_q)):
+            starts = torch.randint(0, other, (1, 2, own, count), generator=generator)
+            ends = starts + torch.randint(-3, 400, starts.shape, generator=generator)
+            mask = tilewise.TileMask.from_intervals(starts, ends, other, of=of)
+            nothing = starts >= ends
+            both = starts.masked_fill(nothing, other), ends.masked_fill(nothing, 0)
+            same(mask, making.ranges(*(x.transpose(2, 3) for x in both), other, of_queries=of == "queries"))
