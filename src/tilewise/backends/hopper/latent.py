@@ -37,7 +37,7 @@ from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode import finish, first_pages, guess_pages, look_up, place_rows
 from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, program_of, spans_of
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import NEG_INF, exp2, pin, rebuilt
+from tilewise.backends.hopper.primitives import NEG_INF, await_kernel_before, exp2, let_next_start, pin, rebuilt
 from tilewise.backends.hopper.scores import beside, capped, no_rows, rescale, soften
 
 # Query rows of a CTA, columns of V in each warpgroup, and columns of a TMA box, which also hold those behind V.
@@ -479,6 +479,7 @@ def merge_latent_kernel(
     if C.PACKED_Q:
         q_start = gl.load(cu_seqlens_q + batch_idx)
         seqlen_q = gl.load(cu_seqlens_q + batch_idx + 1) - q_start
+    await_kernel_before()
     first = gl.load(items_ptr + 2 * item)  # of an item without rows this is anything, and not used
     count = gl.load(items_ptr + 2 * item + 1)
     num_rows = gl.where(count > 1, seqlen_q * C.GROUP_SIZE, 0)
@@ -556,6 +557,7 @@ def latent_kernel(
     """Out and lse of items that are finished in a share, parts of the others. Arguments are those of decode_kernel; of
     every item, items_ptr gets the first share that has a part of it and their number.
     """
+    let_next_start()
     lengths = (cu_seqlens_q, cu_seqlens_k)
     paging = (block_table, table_stride, k_page_rows)
     pipe = make_pipeline(k_desc, C)

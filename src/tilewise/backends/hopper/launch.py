@@ -631,7 +631,7 @@ def latent_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str,
         common = ("out", "lse", "sinks_ptr", "parts_ptr", "stats_ptr", "items_ptr", "cu_seqlens_q", "sizes", "C")
         grid = latent_merge_grid(problem, config, device)
         merged = {name: arguments[name] for name in common} | {"num_shares": shares, "COLUMNS": config.DV // grid[2]}
-        calls.append(KernelCall(merge_latent_kernel, grid, merged))
+        calls.append(KernelCall(merge_latent_kernel, grid, merged, overlaps=True))
     return calls
 
 

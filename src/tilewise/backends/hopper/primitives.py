@@ -182,6 +182,20 @@ def _barrier_asm(operation, index, threads):
 
 
 @gluon.jit
+def let_next_start():
+    """Allow the next kernel to start once all programs have called this; it must wait for this kernel's end itself."""
+    ASM: gl.constexpr = "griddepcontrol.launch_dependents; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_kernel_before():
+    """Wait until the kernel before has ended and its writes are visible."""
+    ASM: gl.constexpr = "griddepcontrol.wait; mov.u32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def barrier_sync(INDEX: gl.constexpr, THREADS: gl.constexpr):
     """A named hardware barrier between warpgroups; 8 to 15 are not used by Triton's own lowering."""
     ASM: gl.constexpr = _barrier_asm("sync", INDEX, THREADS)
