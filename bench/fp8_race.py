@@ -3,8 +3,8 @@
     PYTHONPATH=src:bench python3 bench/fp8_race.py [--seqlens 16384] [--scores normal sink40 spread16] [--json FILE]
 
 cuDNN takes part where nvidia-cudnn-frontend can be imported, FA3 where FA3_LIBRARY names vLLM's library. All three read
-the same e4m3 values, with one scale a tensor, and write bf16; cuDNN, which cannot on Hopper, writes e4m3. Errors are the
-root mean square of 64 rows against fp64 of the same values, as a part of that of the result.
+the same e4m3 values, with one scale a tensor, and write bf16; cuDNN, which cannot on Hopper, writes e4m3. Errors are
+the root mean square of 64 rows against fp64 of the same values, as a part of that of the result.
 """
 
 from __future__ import annotations
