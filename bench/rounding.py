@@ -1,6 +1,6 @@
 """Rounding: the error of out, dq, dk and dv against fp64, over that of FlashAttention 2 (in torch's SDPA), on a GPU.
 
-    PYTHONPATH=src:bench python3 bench/rounding.py [--backends hopper triton] [--json FILE]
+    PYTHONPATH=src:bench python3 bench/rounding.py [--backends hopper triton] [--scores NAME ...] [--json FILE]
 
 Real heads have sinks, peaks and scores far apart; where one key takes nearly all of a row, its P must be exactly 1. For
 each kind of scores the root mean square of ours is divided by FlashAttention 2's. The bars: at most 1.15 for normal
@@ -75,13 +75,15 @@ def cases() -> Iterator[Case]:
         yield Case("decode", head_dim, (4096,), causal=True)
 
 
-def scores(kind: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def scores(kind: str, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """The same q and k (1, heads, seqlen, head_dim), as many heads of both, from normal ones."""
     if kind.startswith(("sink", "late sink")):
         at = 0 if kind.startswith("sink") else k.shape[2] * 3 // 5
         nats = float(kind[-2:])
         raised = normalize(k[:, :, at : at + 1], dim=-1) * math.sqrt(nats * math.sqrt(k.shape[-1]))
-        return q + raised, torch.cat([k[:, :, :at], raised, k[:, :, at + 1 :]], 2)
+        # Queries that do not see the sink stay as they are: raised, they would have scores far apart.
+        sees = torch.arange(q.shape[2], device=q.device) >= (at if causal else 0)
+        return q + raised * sees[:, None], torch.cat([k[:, :, :at], raised, k[:, :, at + 1 :]], 2)
     if kind.startswith("spread"):
         return q * math.sqrt(float(kind[6:])), k * math.sqrt(float(kind[6:]))
     if kind == "smooth":
@@ -100,7 +102,7 @@ def sequences(case: Case, kind: str) -> list[tuple[Tensor, ...]]:
         q, k, v, dout = (torch.randn(1, heads, length, case.head_dim, device="cuda", generator=draw) for _ in NAMES)
         # The heads of a group have the same keys, so each of them has this kind of scores.
         k, v = (x[:, : heads // kv_heads * kv_heads : heads // kv_heads] for x in (k, v))
-        q, wide = scores(kind, q, k.repeat_interleave(heads // kv_heads, 1))
+        q, wide = scores(kind, q, k.repeat_interleave(heads // kv_heads, 1), case.causal)
         k = wide[:, :: heads // kv_heads]
         if case.layout == "decode":
             q, dout = q[:, :, -1:], dout[:, :, -1:]
@@ -202,11 +204,12 @@ def main() -> None:
     """Print the largest ratio of each case, and everything that misses its bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=["hopper"])
+    parser.add_argument("--scores", nargs="+", default=list(BARS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     records = []
     for case in cases():
-        found = [r for kind in BARS for r in judged(case, kind, args.backends)]
+        found = [r for kind in args.scores for r in judged(case, kind, args.backends)]
         for backend in args.backends:
             mine = [r for r in found if r["backend"] == backend]
             worst = [
