@@ -388,6 +388,8 @@ def consumer(
                 acc = await_other(acc, others, pipe, SIDE)
                 others = others.next()
                 said = said.next()
+        if flat + steps >= end:
+            let_next_start()  # earlier, its programs would take the first SMs that are free, and crowd there
         pipe.rows_smem.index(2 + SIDE).store(gl.sum(total, axis=1))
         exchange(met.lane(4, 6), pipe, SIDE)
         met = met.next()
@@ -557,7 +559,6 @@ def latent_kernel(
     """Out and lse of items that are finished in a share, parts of the others. Arguments are those of decode_kernel; of
     every item, items_ptr gets the first share that has a part of it and their number.
     """
-    let_next_start()
     lengths = (cu_seqlens_q, cu_seqlens_k)
     paging = (block_table, table_stride, k_page_rows)
     pipe = make_pipeline(k_desc, C)
