@@ -1,13 +1,15 @@
 """The tiles that tune_triton.py tries, by pass, head_dim and length, and how they are written down.
 
 `64x128w8s2TLh4r168`: BLOCK_M x BLOCK_N, warps, stages; then T loads whole tiles by TMA, L takes dP late, J joins the
-loops over masked and other tiles, B loads all tiles of the forward by TMA, Q holds its queries in registers, P lets K
-and V share a barrier, h4 runs four heads at a time, r168 allows so many registers a thread.
+loops over masked and other tiles, B loads all tiles by TMA, Q holds the queries of the forward in registers, P lets K
+and V share a barrier, F takes dP first, S splits scores between warpgroups, h4 runs four heads at a time, r168 allows
+so many registers a thread. `A+B`: dK with tile A, dV with tile B.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from tilewise.backends.triton.configs import Config, Pass
 
@@ -36,6 +38,9 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 64): "128x64w8s2J 64x64w4s2J 64x64w4s3J 64x64w4s3TJ 64x64w4s2TJ 64x128w4s2TJ 128x64w4s3TJ 64x32w4s3TJ",
     ("dq", 128): "128x64w8s3TJ 64x64w4s2TJ 64x64w4s2J 64x32w4s3TJ 64x32w4s3J 128x32w8s3TJ 128x64w8s2TJ",
     ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2TJ 64x32w4s2J 64x32w4s2TJ 64x32w8s2TJ 128x64w8s1J",
+    ("dkdv", 512): """64x64w8s1JBFS+32x64w8s2JBS 32x64w8s1JBS+64x64w8s1JBS 32x64w8s1JBFS+32x64w8s1JBS
+        16x64w8s2JBS+16x64w8s3JBS 64x64w8s1JBF+32x64w8s2JB 64x64w8s1TJFS+32x64w8s2TJS 16x32w8s1""",
+    ("dq", 512): """64x64w8s1JBFS 64x32w8s1JBS 64x32w8s1JBFS 64x16w8s2JBS 64x64w8s1JBF 64x64w8s1TJFS 32x16w8s1""",
     ("tangent", 64): "64x64w4s2B 64x64w4s3B 128x64w8s2B 128x64w8s3B 64x128w4s2B 128x128w8s2B 64x64w4s2",
     ("tangent", 128): "128x64w8s2B 128x32w8s3B 128x32w8s2B 64x32w4s2B 64x32w4s3B 64x64w4s2B 128x64w8s2",
     (
@@ -65,7 +70,7 @@ SHORT_TILES: dict[tuple[Pass, int], str] = {
     ("dq", 128): "128x64w8s3TJ 64x64w4s2J 64x64w4s2TJ 64x32w4s2J 64x32w4s3TJ",
 }
 
-WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(P?)(?:h(\d+))?(?:r(\d+))?")
+WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(P?)(F?)(S?)(?:h(\d+))?(?:r(\d+))?")
 
 
 def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
@@ -76,10 +81,15 @@ def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
 
 def config_of(name: str) -> Config:
     """The configuration that is written so."""
+    if "+" in name:
+        of_k, of_v = map(config_of, name.split("+"))
+        return replace(of_k, dv=of_v)
     found = WRITTEN.fullmatch(name)
     if found is None:
         raise ValueError(f"not a tile: {name!r}")
-    block_m, block_n, warps, stages, tma, late, joined, boxes, held, paired, heads, registers = found.groups()
+    block_m, block_n, warps, stages, tma, late, joined, boxes, held, paired, first, split, heads, registers = (
+        found.groups()
+    )
     return Config(
         int(block_m),
         int(block_n),
@@ -91,6 +101,8 @@ def config_of(name: str) -> Config:
         boxes=bool(boxes),
         hold_queries=bool(held),
         paired=bool(paired),
+        dp_first=bool(first),
+        split=bool(split),
         heads_per_wave=int(heads) if heads else None,
         max_registers=int(registers) if registers else None,
     )
@@ -105,11 +117,14 @@ def name_of(config: Config) -> str:
         "B": config.boxes,
         "Q": config.hold_queries,
         "P": config.paired,
+        "F": config.dp_first,
+        "S": config.split,
         f"h{config.heads_per_wave}": config.heads_per_wave,
         f"r{config.max_registers}": config.max_registers,
     }
     extra = "".join(letter for letter, on in letters.items() if on)
-    return f"{config.block_m}x{config.block_n}w{config.num_warps}s{config.num_stages}{extra}"
+    of_v = "" if config.dv is None else f"+{name_of(config.dv)}"
+    return f"{config.block_m}x{config.block_n}w{config.num_warps}s{config.num_stages}{extra}{of_v}"
 
 
 DECODE = [

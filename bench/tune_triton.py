@@ -147,7 +147,7 @@ class Inputs:
                 return [launch_higher.query_call(self.plan, shared, views["dq"])]
             shared = launch.shared_arguments(self.plan, views)
             if direction == "dkdv":
-                return [launch.key_gradient_call(self.plan, shared, views["dk"], views["dv"])]
+                return launch.key_gradient_calls(self.plan, shared, views["dk"], views["dv"])
             return [launch.query_gradient_call(self.plan, shared, views["dq"])]
 
     def launch(self, direction: Pass, config: Config) -> Run:

@@ -99,7 +99,7 @@ def assert_fits(built: Built, device: str) -> None:
 
 
 # The kernels of the fast table, dense and packed, whose tiles are taken from a list.
-HOT = (("h200", "causal", 128), ("h200", "packed", 128), ("a100", "causal", 64))
+HOT = (("h200", "causal", 128), ("h200", "packed", 128), ("h200", "causal", 512), ("a100", "causal", 64))
 HOT_TOO = (("h200", "causal", 64), ("h200", "many causal", 64), ("h200", "many causal", 128), ("a100", "causal", 128))
 
 

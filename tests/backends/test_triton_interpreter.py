@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,16 +189,21 @@ def test_slots_of_many_sequences() -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
 @pytest.mark.parametrize(
-    ("flags", "descriptors"),
+    ("flags", "loads"),
     [
-        ({"causal": True}, True),
-        pytest.param({"window": (7, 3)}, True, marks=pytest.mark.exhaustive),
-        pytest.param({"causal": True}, False, marks=pytest.mark.exhaustive),
+        ({"causal": True}, "descriptors"),
+        ({"causal": True}, "boxes"),
+        pytest.param({"window": (7, 3)}, "descriptors", marks=pytest.mark.exhaustive),
+        pytest.param({"causal": True}, "pointers", marks=pytest.mark.exhaustive),
+        pytest.param({}, "boxes", marks=pytest.mark.exhaustive),
+        pytest.param({"window": (7, 3), "softcap": 3.0}, "boxes", marks=pytest.mark.exhaustive),
     ],
-    ids=["causal", "window", "causal_by_pointers"],
+    ids=["causal", "causal_apart", "window", "causal_by_pointers", "apart", "window_apart"],
 )
-def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Hopper: masked tiles in the loop of the others, for packed sequences with ragged ends and shared heads."""
+def test_joined_loops(flags: dict[str, Any], loads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper: masked tiles in the loop of the others, for packed sequences with ragged ends and shared heads.
+    Boxes as for wide heads: columns are padded by TMA, dP comes first, dK and dV have a kernel each.
+    """
     driver = importlib.import_module("tilewise.backends.gpu.driver")
     tiles: list[str] = []
     plain = driver.materialised
@@ -209,17 +215,22 @@ def test_joined_loops(flags: dict[str, Any], descriptors: bool, monkeypatch: pyt
     monkeypatch.setattr(driver, "materialised", noted)
     generator = torch.Generator().manual_seed(1)
     lengths = (37, 0, 5)
-    q, k, v, dout = (torch.randn(sum(lengths), heads, 16, generator=generator) for heads in (2, 1, 1, 2))
+    dim = 12 if loads == "boxes" else 16
+    q, k, v, dout = (torch.randn(sum(lengths), heads, dim, generator=generator) for heads in (2, 1, 1, 2))
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     leaves = tuple(t.requires_grad_() for t in (q, k, v))
     found = []
+    tile = configs.Config(16, 16, 4, 1, descriptors=loads == "descriptors", joined=True)
+    if loads == "boxes":
+        tile = replace(
+            tile, boxes=True, dp_first=True, split=True, dv=replace(tile, block_m=32, boxes=True, split=True)
+        )
     for backend in ("triton", "reference"):
-        tile = configs.Config(16, 16, 4, 1, descriptors=descriptors, joined=True)
         with configs.overridden({"dkdv": tile, "dq": tile}):
             out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)
             found.append(torch.autograd.grad(out, leaves, dout))
     # q and dout for dK and dV, whose statistics lie in the workspace, k and v for dQ
-    assert set(tiles) == ({"q", "dout", "k", "v", "workspace"} if descriptors else set())
+    assert set(tiles) == (set() if loads == "pointers" else {"q", "dout", "k", "v", "workspace"})
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
 

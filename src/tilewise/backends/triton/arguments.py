@@ -164,30 +164,34 @@ def box_descriptors(
     config: Config,
     queries: Sequence[str] = ("q", "out"),
     keys: Sequence[str] = ("k", "v"),
+    *,
+    pads: bool = False,
 ) -> dict[str, Any]:
     """Descriptors of rows of queries and of keys as boxes (see primitives.py), or None for all. With them every tile is
-    loaded and stored by TMA; rows past the end of a sequence are zeros. An argument that is None has none.
+    loaded and stored by TMA; rows past the end of a sequence are zeros, and with `pads` columns up to the width of a
+    tile. An argument that is None has none.
     """
-    problem, packed = plan.problem, plan.traits.PACKED_Q
+    problem, traits, packed = plan.problem, plan.traits, plan.traits.PACKED_Q
     nothing: dict[str, Any] = dict.fromkeys(f"{name}_desc" for name in (*queries, *keys))
-    if not config.boxes or problem.kind == "paged" or problem.fp8 or not plan.is_unpadded:
+    if not config.boxes or problem.kind == "paged" or problem.fp8 or not (plan.is_unpadded or pads):
         return nothing
     found: dict[str, Tile | None] = {}
     for name in (*queries, *keys):
         if arguments[name] is None:
             continue
-        of_keys, dim = name in keys, problem.head_dim_v if name in LIKE_VALUES else problem.head_dim
+        of_keys, like_v = name in keys, name in LIKE_VALUES
+        dim, width = (problem.head_dim_v, traits.BLOCK_DV) if like_v else (problem.head_dim, traits.BLOCK_D)
         heads, block = (problem.num_kv_heads, config.block_n) if of_keys else (problem.num_heads, config.block_m)
         if packed:
             total = problem.total_k if of_keys else problem.total_q
-            found[f"{name}_desc"] = packed_box_of(arguments[name], heads, total, block, dim)
+            found[f"{name}_desc"] = packed_box_of(arguments[name], heads, total, (block, width), dim)
         else:
             length = problem.seqlen_k if of_keys else problem.seqlen_q
-            found[f"{name}_desc"] = box_of(arguments[name], problem.batch, heads, length, block, dim)
+            found[f"{name}_desc"] = box_of(arguments[name], problem.batch, heads, length, (block, width), dim)
     return nothing if None in found.values() else nothing | found
 
 
-def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
+def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: tuple[int, int], dim: int) -> Tile | None:
     """The rows as a (batch, heads, rows, columns) tensor map, if TMA can address them."""
     if not rows.ptr.aligned or 0 in (batch, heads, num_rows):
         return None
@@ -196,10 +200,10 @@ def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: int, dim: i
     strides = [dim if size == 1 else stride for size, stride in zip((batch, heads, num_rows), strides, strict=True)]
     if min(strides) < 0 or strides[2] == 0:  # a stride of 0 is fine for heads and sequences, not for rows
         return None
-    return Tile(rows.ptr, (batch, heads, num_rows, dim), (*strides, 1), (1, 1, block, dim))
+    return Tile(rows.ptr, (batch, heads, num_rows, dim), (*strides, 1), (1, 1, *block))
 
 
-def packed_box_of(rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> Tile | None:
+def packed_box_of(rows: Rows, heads: int, num_rows: int, block: tuple[int, int], dim: int) -> Tile | None:
     """Packed rows as a (ROWS_APART, ends, heads, rows, columns) tensor map (see primitives.py), if TMA can address
     them.
     """

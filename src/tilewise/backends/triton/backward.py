@@ -44,7 +44,6 @@ from tilewise.backends.triton.primitives import (
     NEG_INF,
     STAT_TILE,
     around_gap,
-    box_origin,
     dot,
     dot_add,
     dropout_keep,
@@ -65,6 +64,7 @@ from tilewise.backends.triton.primitives import (
     sequence_of,
     stat_base,
     store_rows,
+    tile_origin,
     work_item,
     zeros,
 )
@@ -97,9 +97,13 @@ def probabilities(
 
 
 @triton.jit
-def mask_outside(p, first, full_begin, full_end, m_idx, n_idx, band, seqlen_q, seqlen_k, T: tl.constexpr):
-    """P of a tile in a loop whose part from full_begin to full_end needs no mask: one branch per tile."""
-    if T.HAS_LEFT or T.HAS_RIGHT:
+def mask_outside(
+    p, first, full_begin, full_end, m_idx, n_idx, band, seqlen_q, seqlen_k, RAGGED: tl.constexpr, T: tl.constexpr
+):
+    """P of a tile in a loop whose part from full_begin to full_end needs no mask: one branch per tile. RAGGED: the last
+    tile may lack keys.
+    """
+    if T.HAS_LEFT or T.HAS_RIGHT or RAGGED:
         if (first < full_begin) | (first >= full_end):
             p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
     return p
@@ -145,6 +149,19 @@ def score_gradient(p, dp, capped, delta_rows, keep, scalars, T: tl.constexpr):
         ratio = capped / scalars.softcap
         ds = ds_bias * (1.0 - ratio * ratio)
     return ds_bias, ds
+
+
+@triton.jit
+def as_operand(tile, always, DTYPE: tl.constexpr, SPLIT: tl.constexpr):
+    """A tile of P or dS for the next product. SPLIT: behind a branch that is always taken, where Triton does not find
+    that product. Otherwise it gives every warpgroup all columns of the scores, and two of them the same work.
+    """
+    if not SPLIT:
+        return tile.to(DTYPE)
+    narrow = tl.zeros(tile.shape, DTYPE)
+    if always:
+        narrow = tile.to(DTYPE)
+    return narrow
 
 
 @triton.jit
@@ -208,11 +225,12 @@ def key_gradient_loop(
     alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
     full_begin, full_end, entries, bits,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr,
-    JOINED: tl.constexpr, T: tl.constexpr,
+    DP_FIRST: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of the queries begin..gap_begin and gap_end..end of HEADS heads to dK and dV. Queries from
-    full_begin to full_end need no mask. EDGE: rows may not exist (JOINED), or scores may be masked. With a tile mask
-    (JOINED), begin..end count the blocks that its list `entries` has.
+    """Add the contributions of the queries begin..gap_begin and gap_end..end of HEADS heads to dK (OF_K) and dV (OF_V).
+    Queries from full_begin to full_end need no mask. EDGE: rows may not exist (JOINED), or scores may be masked. With a
+    tile mask (JOINED), begin..end count the blocks that its list `entries` has.
 
     Works on transposed scores (keys are rows). One loop runs over heads and tiles, because ptxas serialises wgmma in
     nested loops.
@@ -232,12 +250,16 @@ def key_gradient_loop(
             if entries is None:
                 first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
             m_row = first + tl.arange(0, BLOCK_M)
-            q_row, q_col = box_origin(q_desc, q_box, batch_idx, head, q_start, T.PACKED_Q)
-            dout_row, dout_col = box_origin(dout_desc, dout_box, batch_idx, head, q_start, T.PACKED_Q)
+            q_row, q_col = tile_origin(q_desc, q_box, batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
+            dout_row, dout_col = tile_origin(dout_desc, dout_box, batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
             q_source = (q, head_base(q, batch_idx, head, q_start, T.PACKED_Q), q_desc, q_row, q_col)
             dout_source = (dout, head_base(dout, batch_idx, head, q_start, T.PACKED_Q), dout_desc, dout_row, dout_col)
+            if OF_K and DP_FIRST:
+                dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+                dp = dot(v_tile, tl.trans(dout_tile), T)
             q_tile = load_queries(q_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-            dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+            if not (OF_K and DP_FIRST):
+                dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
             if lse_desc is not None:
                 lse_tile = described_stat(lse_desc, lse_unit, batch_idx, head, q_start, first, T)
                 delta_tile = described_stat(delta_desc, delta, batch_idx, head, q_start, first, T)
@@ -247,7 +269,7 @@ def key_gradient_loop(
                 )
             terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
             dots = dot(k_tile, tl.trans(q_tile), T)
-            if EARLY_DP:
+            if OF_K and EARLY_DP and not DP_FIRST:
                 dp = dot(v_tile, tl.trans(dout_tile), T)
             # A bias is read with its key bound checked: the last key tile may be incomplete even where no score is
             # masked.
@@ -256,7 +278,9 @@ def key_gradient_loop(
                 T.HAS_BIAS or T.HAS_MASK, T
             )  # fmt: skip
             if JOINED and not EDGE:
-                p = mask_outside(p, first, full_begin, full_end, m_row[None, :], n_idx, band, seqlen_q, seqlen_k, T)
+                p = mask_outside(
+                    p, first, full_begin, full_end, m_row[None, :], n_idx, band, seqlen_q, seqlen_k, False, T
+                )
             if entries is not None:
                 if kind >= 0:
                     p = tl.where(are_seen_at(bits, kind, m_row[None, :], n_idx), p, 0.0)
@@ -265,11 +289,13 @@ def key_gradient_loop(
             if T.HAS_DROPOUT:
                 keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T))
                 kept = tl.where(keep, p * scalars.keep_scale, 0.0)
-            dv = dot_add(kept.to(dout_tile.dtype), dout_tile, dv, T)
-            if not EARLY_DP:
-                dp = dot(v_tile, tl.trans(dout_tile), T)
-            _, ds = score_gradient(p, dp, capped, delta_tile[None, :], keep, scalars, T)
-            dk = dot_add(ds.to(q_tile.dtype), q_tile, dk, T)
+            if OF_V:
+                dv = dot_add(as_operand(kept, step < upper, dout_tile.dtype, SPLIT), dout_tile, dv, T)
+            if OF_K:
+                if not (EARLY_DP or DP_FIRST):
+                    dp = dot(v_tile, tl.trans(dout_tile), T)
+                _, ds = score_gradient(p, dp, capped, delta_tile[None, :], keep, scalars, T)
+                dk = dot_add(as_operand(ds, step < upper, q_tile.dtype, SPLIT), q_tile, dk, T)
             if entries is not None:
                 _, following = group_step(tl.minimum(step + 1, upper - 1), begin, upper, first_head, HEADS, STEP)
                 first, kind = listed_block(entries, following, BLOCK_M)
@@ -280,8 +306,8 @@ def key_gradient_loop(
 def key_gradient_loops(
     dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
     alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, lists, bits,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr, JOINED: tl.constexpr,
-    T: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr, DP_FIRST: tl.constexpr,
+    SPLIT: tl.constexpr, JOINED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of all queries of HEADS heads to dK and dV."""
     n_first, first_head, batch_idx, _ = place
@@ -293,16 +319,22 @@ def key_gradient_loops(
     else:
         entries = list_of(lists, batch_idx, first_head, n_first)
         inner, outer = listed_bounds(entries, begin, end, seqlen_q, BLOCK_M, T.HAS_LEFT or T.HAS_RIGHT)
+    BOXED: tl.constexpr = q_desc is not None and q_box is None
+    if BOXED:  # missing rows are zeros with an lse of +inf: one loop takes all tiles
+        inner = (inner[0], outer[3])
     dk, dv = key_gradient_loop(
         dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
         alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1], inner[1],
-        inner[1], full_begin, full_end, entries, bits, False, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
+        inner[1], full_begin, full_end, entries, bits, False, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, DP_FIRST, SPLIT,
+        JOINED, OF_K, OF_V, T
     )  # fmt: skip
-    dk, dv = key_gradient_loop(
-        dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
-        alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1], outer[2],
-        outer[3], full_begin, full_end, entries, bits, True, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
-    )  # fmt: skip
+    if not BOXED:
+        dk, dv = key_gradient_loop(
+            dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
+            alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1], outer[2],
+            outer[3], full_begin, full_end, entries, bits, True, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, DP_FIRST, SPLIT,
+            JOINED, OF_K, OF_V, T
+        )  # fmt: skip
     return dk, dv
 
 
@@ -310,11 +342,12 @@ def key_gradient_loops(
 def key_gradient_kernel(
     q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
     tile_columns, tile_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr,
-    JOINED: tl.constexpr,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, DP_FIRST: tl.constexpr,
+    SPLIT: tl.constexpr, JOINED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
 ):  # fmt: skip
-    """Write dK and dV of one (key tile, K/V head, sequence), summed over the query heads of the group inside the
-    program. `work` lists the tiles of packed keys.
+    """Write dK (OF_K) and dV (OF_V) of one (key tile, K/V head, sequence), summed over the query heads of the group
+    inside the program. `work` lists the tiles of packed keys. A sum of wide heads takes half of the registers of an SM,
+    so there each of the two has its own programs.
     """
     if work is not None:
         num_blocks = sizes.total_k // BLOCK_N + sizes.batch
@@ -358,23 +391,27 @@ def key_gradient_kernel(
         dk_acc, dv_acc = key_gradient_loops(
             dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
             delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, tile_columns,
-            tile_bits, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, JOINED, T
+            tile_bits, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, DP_FIRST, SPLIT, JOINED, OF_K, OF_V, T
         )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
     dv_base = head_base(dv, batch_idx, kv_head, k_start, T.PACKED_K)
-    store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)
-    store_rows(dv_acc, dv_base, dv.stride_row, n_first, seqlen_k, T.HEAD_DIM_V)
+    if OF_K:
+        store_rows(dk_acc * scalars.scale, dk_base, dk.stride_row, n_first, seqlen_k, T.HEAD_DIM)
+    if OF_V:
+        store_rows(dv_acc, dv_base, dv.stride_row, n_first, seqlen_k, T.HEAD_DIM_V)
 
 
 @triton.jit
 def query_gradient_loop(
     dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
     begin, gap_begin, gap_end, end, full_begin, full_end, entries, bits,
-    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr, T: tl.constexpr,
+    EDGE: tl.constexpr, BLOCK_N: tl.constexpr, DP_FIRST: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the keys begin..gap_begin and gap_end..end to dQ; see key_gradient_loop."""
     STEP: tl.constexpr = BLOCK_N if entries is None else 1
     STAGES: tl.constexpr = 1 if EDGE and JOINED else None
+    BOXED: tl.constexpr = False if k_source[3] is None else len(k_source[3].block_shape) > 2
     m_idx, head, batch_idx = place
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     stop = loop_end(gap_begin, gap_end, end, EDGE, JOINED)
@@ -389,15 +426,23 @@ def query_gradient_loop(
             if entries is None:
                 first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
             n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
+            if DP_FIRST:
+                v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+                dp = dot(dout_tile, tl.trans(v_tile), T)
             k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-            v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            if not DP_FIRST:
+                v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
             dots = dot(q_tile, tl.trans(k_tile), T)
-            dp = dot(dout_tile, tl.trans(v_tile), T)
+            if not DP_FIRST:
+                dp = dot(dout_tile, tl.trans(v_tile), T)
             p, capped = probabilities(
-                dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE, T
-            )
+                dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or
+                (BOXED and (T.HAS_BIAS or T.HAS_MASK)), T
+            )  # fmt: skip
             if JOINED and not EDGE:
-                p = mask_outside(p, first, full_begin, full_end, m_idx[:, None], n_idx, band, seqlen_q, seqlen_k, T)
+                p = mask_outside(
+                    p, first, full_begin, full_end, m_idx[:, None], n_idx, band, seqlen_q, seqlen_k, BOXED, T
+                )
             if entries is not None:
                 if kind >= 0:
                     p = tl.where(are_seen(bits, kind, m_idx[:, None], first, BLOCK_N), p, 0.0)
@@ -405,7 +450,7 @@ def query_gradient_loop(
             if T.HAS_DROPOUT:
                 keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
             _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
-            dq = dot_add(ds.to(k_tile.dtype), k_tile, dq, T)
+            dq = dot_add(as_operand(ds, position < stop, k_tile.dtype, SPLIT), k_tile, dq, T)
             if entries is not None:
                 first, kind = listed_block(entries, tl.minimum(position + 1, stop - 1), BLOCK_N)
                 pages = key_pages(k_source, first, seqlen_k, BLOCK_N, T)
@@ -419,7 +464,8 @@ def query_gradient_loop(
 def query_gradient_kernel(
     q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, tile_rows, tile_bits, alibi_slopes,
     seed_ptr, lengths, work, sizes, band, scalars,
-    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, JOINED: tl.constexpr,
+    T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DP_FIRST: tl.constexpr, SPLIT: tl.constexpr,
+    JOINED: tl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (query tile, head, sequence). `work` lists the tiles of packed queries."""
     if work is not None:
@@ -449,8 +495,8 @@ def query_gradient_kernel(
     else:
         k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
         v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_row, k_col = box_origin(k_desc, k_box, batch_idx, kv_head, k_start, T.PACKED_K)
-    v_row, v_col = box_origin(v_desc, v_box, batch_idx, kv_head, k_start, T.PACKED_K)
+    k_row, k_col = tile_origin(k_desc, k_box, batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
+    v_row, v_col = tile_origin(v_desc, v_box, batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
     k_source = (k, k_base, table, k_desc, k_row, k_col, 0)
     v_source = (v, v_base, table, v_desc, v_row, v_col, 0)
     q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
@@ -470,16 +516,20 @@ def query_gradient_kernel(
     else:
         entries = list_of(tile_rows, batch_idx, head, m_first)
         inner, outer = listed_bounds(entries, begin, end, seqlen_k, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
+    BOXED: tl.constexpr = k_desc is not None and k_box is None
+    if BOXED:  # one loop takes all tiles, and masks missing keys
+        inner = (inner[0], outer[3])
     acc = query_gradient_loop(
         acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
         seqlen_k, inner[0], inner[1], inner[1], inner[1], full_begin, full_end, entries, tile_bits, False, BLOCK_N,
-        JOINED, T
+        DP_FIRST, SPLIT, JOINED, T
     )  # fmt: skip
-    acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-        seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, entries, tile_bits, True, BLOCK_N,
-        JOINED, T
-    )  # fmt: skip
+    if not BOXED:
+        acc = query_gradient_loop(
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
+            seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, entries, tile_bits, True, BLOCK_N,
+            DP_FIRST, SPLIT, JOINED, T
+        )  # fmt: skip
     store_rows(
         acc * scalars.scale,
         head_base(dq, batch_idx, head, q_start, T.PACKED_Q),

@@ -31,9 +31,13 @@ class Config:
     - `heads_per_wave`: heads that run at the same time; None means as many as keep their rows in L2.
     - `max_registers`: limit per thread, so that as many programs fit an SM as shared memory allows.
     - `joined`: masked tiles share the pipelined loop of unmasked ones; in the forward only with boxes and plain scores.
-    - `boxes`: the forward loads and stores all tiles by TMA (see primitives.py).
+    - `boxes`: the forward loads and stores all tiles by TMA (see primitives.py); the backward loads what it streams so,
+      in one loop, if `joined`.
     - `hold_queries`: queries stay in registers, for 16 bits and sm_90.
     - `paired`: K and V of a tile share a barrier, in the joined loop of the forward.
+    - `dp_first`: the backward multiplies dP before it loads the other operand, which then takes the same shared memory.
+    - `split`: two warpgroups of the backward share the columns of a tile of scores. Otherwise both compute all of them.
+    - `dv`: dK and dV have a kernel each, this one for dV, with as many keys. Otherwise one kernel computes both.
     """
 
     block_m: int
@@ -48,6 +52,9 @@ class Config:
     boxes: bool = False
     hold_queries: bool = False
     paired: bool = False
+    dp_first: bool = False
+    split: bool = False
+    dv: Config | None = None
 
 
 # The most columns of K or V in a tile.
@@ -78,6 +85,7 @@ SHARING = 64
 Table = dict[int, Config]
 
 # Chosen on an H200 in bf16 as the fastest of the tiles tried, by the kernel's time alone.
+_DV_512 = Config(32, 64, 8, 2, boxes=True, joined=True, split=True)
 _HOPPER: dict[Pass, Table] = {
     "forward": {
         # Beats pointers, and tiles of twice the rows or keys.
@@ -95,7 +103,7 @@ _HOPPER: dict[Pass, Table] = {
         128: Config(64, 64, 4, 2, descriptors=True, joined=True),
         # Beats half the queries, and one stage.
         256: Config(64, 64, 8, 2, descriptors=True, joined=True),
-        512: Config(16, 32, 8, 1),
+        512: Config(64, 64, 8, 1, boxes=True, joined=True, dp_first=True, split=True, dv=_DV_512),
     },
     "dq": {
         # Beats smaller tiles, and eight warps.
@@ -104,7 +112,7 @@ _HOPPER: dict[Pass, Table] = {
         128: Config(128, 64, 8, 3, descriptors=True, joined=True),
         # Beats half the keys with TMA, and half the rows.
         256: Config(128, 64, 8, 1, joined=True),
-        512: Config(32, 16, 8, 1),
+        512: Config(64, 64, 8, 1, boxes=True, joined=True, dp_first=True, split=True),
     },
     # Of tangents and second derivatives, tiles of 256 columns were not measured.
     "tangent": {

@@ -347,7 +347,7 @@ def backward_calls(
     shared = shared_arguments(plan, views)
     calls = [stats_call(plan, views, given)]
     if "dk" in given:
-        calls.append(key_gradient_call(plan, shared, given["dk"], given["dv"]))
+        calls += key_gradient_calls(plan, shared, given["dk"], given["dv"])
     if "dk_pages" in given:
         calls.append(gather_pages_call(plan, views, "dk", given["dk_pages"], problem.head_dim))
         calls.append(gather_pages_call(plan, views, "dv", given["dv_pages"], problem.head_dim_v))
@@ -539,16 +539,29 @@ def shared_arguments(plan: Plan, views: Views, passes: Passes = ONCE) -> dict[st
     }
 
 
-def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) -> KernelCall:
-    """The kernel that writes dK and dV. For paged keys it writes one fp32 row per (sequence, key)."""
-    problem, config = plan.problem, plan.config("dkdv")
+def key_gradient_calls(plan: Plan, shared: dict[str, Any], dk: View, dv: View) -> list[KernelCall]:
+    """The kernel that writes dK and dV, or one for each. For paged keys they write one fp32 row per (sequence, key)."""
+    shared = shared | key_gradient_rows(plan.problem, dk, dv)
+    config = plan.config("dkdv")
+    if config.dv is None:
+        return [_key_gradient_call(plan, shared | {"OF_K": True, "OF_V": True}, config)]
+    # Lists of packed tiles and the order of programs are made for both.
+    apart = replace(config.dv, block_n=config.block_n, heads_per_wave=config.heads_per_wave)
+    return [
+        _key_gradient_call(plan, shared | {"OF_K": False, "OF_V": True}, apart),
+        _key_gradient_call(plan, shared | {"OF_K": True, "OF_V": False}, config),
+    ]
+
+
+def _key_gradient_call(plan: Plan, shared: dict[str, Any], config: Config) -> KernelCall:
+    problem = plan.problem
     if STAT_TILE % config.block_m:
         raise ValueError(f"statistics are stored in tiles of {STAT_TILE} rows, not of {config.block_m}")
     width = problem.head_dim + problem.head_dim_v
     bytes_per_head = problem.seqlen_q * width * problem.dtype.itemsize * problem.group_size
-    arguments = shared | key_gradient_rows(problem, dk, dv)
-    arguments |= {"work": work_address(plan, "dkdv"), "EARLY_DP": config.early_dp, "JOINED": _joins(plan, config)}
-    arguments |= query_descriptors(plan, shared, config) | stat_descriptors(plan, config)
+    arguments = shared | {"work": work_address(plan, "dkdv"), "JOINED": _joins(plan, config)}
+    arguments |= {"EARLY_DP": config.early_dp, "DP_FIRST": config.dp_first, "SPLIT": config.split}
+    arguments |= _streamed(plan, arguments, config, queries=True) | stat_descriptors(plan, config)
     if is_listed(plan, "dkdv"):
         arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dkdv"))
         tiles = listed_tiles(plan, "dkdv")
@@ -556,6 +569,15 @@ def key_gradient_call(plan: Plan, shared: dict[str, Any], dk: View, dv: View) ->
         arguments["sizes"] = plan.sizes_streaming(config, bytes_per_head, 1)
         tiles = _blocks(plan, problem.seqlen_k, config.block_n) * problem.batch
     return tiled(bwd.key_gradient_kernel, tiles * problem.num_kv_heads, arguments, config)
+
+
+def _streamed(plan: Plan, arguments: dict[str, Any], config: Config, *, queries: bool) -> dict[str, Any]:
+    """Descriptors of what a kernel of the backward streams, q and dout or k and v: boxes, whole tiles or None."""
+    names = ("q", "dout") if queries else ("k", "v")
+    boxes = box_descriptors(plan, arguments, config, *((names, ()) if queries else ((), names)), pads=True)
+    if arguments["JOINED"] and boxes[f"{names[0]}_desc"] is not None:
+        return boxes | dict.fromkeys(f"{name}_box" for name in names)
+    return (query_descriptors if queries else key_descriptors)(plan, arguments, config)
 
 
 def key_gradient_rows(problem: AttentionProblem, dk: View, dv: View) -> dict[str, Any]:
@@ -601,9 +623,11 @@ def query_gradient_call(plan: Plan, shared: dict[str, Any], dq: View) -> KernelC
     arguments = shared | {
         "dq": query_rows(plan, "dq", dq),
         "work": work_address(plan, "dq"),
+        "DP_FIRST": config.dp_first,
+        "SPLIT": config.split,
         "JOINED": _joins(plan, config),
     }
-    arguments |= key_descriptors(plan, shared, config)
+    arguments |= _streamed(plan, arguments, config, queries=False)
     if is_listed(plan, "dq"):
         arguments["sizes"] = plan.sizes._replace(heads_per_wave=listed_heads(plan, "dq"))
         tiles = listed_tiles(plan, "dq")

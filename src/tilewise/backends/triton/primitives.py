@@ -150,6 +150,15 @@ def box_origin(desc, box, batch_idx, head, start, PACKED: tl.constexpr):
 
 
 @triton.jit
+def tile_origin(desc, box, batch_idx, head, start, length, PACKED: tl.constexpr):
+    """`box_origin`, or (box_place, 0) for a descriptor that knows where rows end: it has no `box`."""
+    if desc is not None and box is None:
+        return box_place(batch_idx, head, start, length, PACKED), 0
+    else:
+        return box_origin(desc, box, batch_idx, head, start, PACKED)
+
+
+@triton.jit
 def tile_pointers(base, stride_row, first, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """(BLOCK, BLOCK_D) pointers to the rows from `first` on: one 64-bit base plus 32-bit offsets within the tile."""
     origin = base + tl.cast(first, tl.int64) * stride_row
@@ -191,9 +200,14 @@ def load_rows(
 def load_queries(
     source, first, seqlen_q, CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """A tile of q or dout. `source` is (rows, base, descriptor, row, column). Descriptors load complete tiles only."""
+    """A tile of q or dout. `source` is (rows, base, descriptor, row, column). Boxes load all tiles, other descriptors
+    complete ones.
+    """
     rows, base, desc, row, col = source
-    if desc is None or CHECK_ROWS:
+    BOXED: tl.constexpr = False if desc is None else len(desc.block_shape) > 2
+    if BOXED:
+        return load_box(desc, row, first, BLOCK_M, BLOCK_D)
+    elif desc is None or CHECK_ROWS:
         return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
     else:
         return desc.load([row + first, col])
@@ -267,7 +281,10 @@ def load_keys(
     tile less in flight.
     """
     rows, base, _table, desc, row, col, _scaling = source
-    if desc is not None and not CHECK_ROWS:
+    BOXED: tl.constexpr = False if desc is None else len(desc.block_shape) > 2
+    if BOXED:
+        return load_box(desc, row, first, BLOCK_N, BLOCK_D)
+    elif desc is not None and not CHECK_ROWS:
         if T.PAGED:
             return desc.load([pages * row + first % T.PAGE_SIZE, col])
         return desc.load([row + first, col])
