@@ -96,12 +96,15 @@ BACKWARD = {
     "d128": (Case(128, heads=(2, 2), seqlens=(300, 640)), (1, 2)),
     "d128 half a tile": (Case(128, heads=(4, 2), seqlens=(180, 300), batch=2), (2, 4)),
     "d96 capped, sinks": (Case(96, heads=(2, 1), seqlens=(140, 400), softcap=2.0, sinks=True), (1, 2)),
+    "d128 with idle warps": (Case(128, heads=(24, 24), seqlens=(130, 128)), (1, 24)),
     "one tile": (Case(128, heads=(2, 1), seqlens=(70, 100)), (1, 1)),
 }
 
 
 @pytest.mark.parametrize("late_loads", LATE_FIRST)
-@pytest.mark.parametrize(("given", "shape"), sampled(BACKWARD, ("d64 of its own heads", "d128 half a tile")))
+@pytest.mark.parametrize(
+    ("given", "shape"), sampled(BACKWARD, ("d64 of its own heads", "d128 half a tile", "d128 with idle warps"))
+)
 def test_the_backward_walks_lists(
     given: Case, shape: tuple[int, int], late_loads: bool, emulated: Callable[[str], Any]
 ) -> None:

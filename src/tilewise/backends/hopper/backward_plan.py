@@ -29,8 +29,8 @@ GROUPED_SEQLEN_K = 4096
 # Where idle warps prepare later heads, a wave has at most so many heads and half of the L2: the lead of the preparation
 # is at least a wave, so a small wave keeps it short.
 AHEAD_HEADS = 8
-# The lead: how many rounds before its head is needed a share is prepared. CAUSAL_AHEAD_ROUNDS holds under a causal mask
-# from CAUSAL_BLOCKS key tiles on.
+# The lead: how many rounds before its head is needed a share is prepared. CAUSAL_AHEAD_ROUNDS holds under a tile mask,
+# and under a causal mask from CAUSAL_BLOCKS key tiles on.
 AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
 CAUSAL_BLOCKS = 8
 # The same two for packed sequences, which are listed by heads: L2 of heads walked together, and the lead in rounds.
@@ -161,7 +161,7 @@ class BackwardPlan(NamedTuple):
         if self.config.IS_VARLEN:  # only the device knows which sequences these are
             return sizes.num_items
         banded = self.config.HAS_RIGHT and sizes.num_blocks >= CAUSAL_BLOCKS
-        rounds = CAUSAL_AHEAD_ROUNDS if banded else AHEAD_ROUNDS
+        rounds = CAUSAL_AHEAD_ROUNDS if banded or self.config.IS_LISTED else AHEAD_ROUNDS
         largest = max(sizes.items_per_wave, self.last_items) * sizes.num_blocks
         items = -(-(largest + int(rounds * self.key_grid[0])) // self.wave_tiles) * sizes.items_per_wave
         return items if self.config.AHEAD and items <= sizes.num_items - self.last_items else sizes.num_items

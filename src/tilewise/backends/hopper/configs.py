@@ -183,7 +183,8 @@ class BackwardConfig:
 
 # Query rows in a tile, by padded head dim: what fits next to dK and dV in 240 registers a thread.
 BACKWARD_BLOCK_M = {64: 128, 128: 64}
-# Up to so many keys it is faster to prepare later heads in idle warps: under a causal mask, and without one.
+# Up to so many keys it is faster to prepare later heads in idle warps: under a causal mask, or at head_dim 128 a tile
+# mask; and without one.
 AHEAD_SEQLEN_K, AHEAD_FULL_SEQLEN_K = 4096, 2048
 # The same at head_dim 128, causal, with sums in fixed point. Longer sequences were not timed.
 AHEAD_FIXED_SEQLEN_K = 1024
@@ -256,7 +257,10 @@ def rebuilt_descriptors(problem: AttentionProblem) -> tuple[bool, bool]:
 def prepares_ahead(problem: AttentionProblem) -> bool:
     """Whether idle warps of the main kernel prepare later heads (preparing.py): where that measured faster."""
     longest = AHEAD_SEQLEN_K if has_right(problem) else AHEAD_FULL_SEQLEN_K
-    if problem.deterministic and max(problem.head_dim, problem.head_dim_v) > 64:
+    wide = max(problem.head_dim, problem.head_dim_v) > 64
+    if problem.tiles_shape is not None:
+        longest = AHEAD_SEQLEN_K if wide else 0
+    if problem.deterministic and wide:
         longest = AHEAD_FIXED_SEQLEN_K if has_right(problem) else 0
     return _is_plain(problem) and problem.seqlen_k <= longest
 
@@ -280,13 +284,13 @@ def ends_together(problem: AttentionProblem) -> bool:
 
 def cuts_last_round(problem: AttentionProblem) -> bool:
     """Whether the last round of tiles may be cut in pieces (backward_pieces.py), if the plan finds that it pays."""
-    return _is_plain(problem) and not has_right(problem) and not prepares_ahead(problem)
+    banded = has_right(problem) or problem.tiles_shape is not None
+    return _is_plain(problem) and not banded and not prepares_ahead(problem)
 
 
 def _is_plain(problem: AttentionProblem) -> bool:
-    """Dense, every head by itself, whole key tiles, at most a right edge, no tile mask, up to 128 columns."""
+    """Dense, every head by itself, whole key tiles, at most a right edge, up to 128 columns."""
     plain = problem.softcap is None and not has_left(problem) and problem.group_size == 1
-    plain = plain and problem.tiles_shape is None
     narrow = max(problem.head_dim, problem.head_dim_v) <= MAX_NARROW_HEAD_DIM
     return problem.kind == "dense" and plain and narrow and problem.seqlen_k % 128 == 0
 
