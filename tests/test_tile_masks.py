@@ -318,10 +318,14 @@ def test_the_bits_by_queries_are_those_by_keys() -> None:
         assert bits_by_queries(bits).shape == (0, 512)
 
 
-@pytest.mark.parametrize("lengths", [(0, 300), (300, 0), (0, 0)])
-def test_the_lists_of_a_mask_without_tiles(lengths: tuple[int, int]) -> None:
-    mask = TileMask.from_dense(torch.ones(lengths, dtype=torch.bool, device="cpu"))
-    assert lists_of(mask.tiles).eq(0).all()
+@pytest.mark.parametrize("shape", [(2, 2, 3, 0), (1, 2, 0, 4)])
+def test_lists_without_tiles_rank_every_line(shape: tuple[int, int, int, int]) -> None:
+    """Kernels find their row or column by its rank, also where there are no keys or no queries."""
+    lists, parts = lists_of(torch.zeros(shape, dtype=torch.int32)), sections(shape)
+    lines = max(shape)
+    first = lists[: parts.groups].view(*shape[:2], lines, 2)
+    assert not first[..., 0].any()
+    assert torch.equal(first[..., 1].sort().values, torch.arange(lines).int().expand(first.shape[:3]))
 
 
 def listed_pairs(words: list[int], count: int) -> list[tuple[int, int]]:

@@ -105,8 +105,11 @@ def lists_of(tiles: Tensor) -> Tensor:
     batch, heads, rows, columns = tiles.shape
     parts = sections((batch, heads, rows, columns))
     found = tiles.new_empty(parts.words)
-    if tiles.numel() == 0:
-        return found.zero_()
+    if tiles.numel() == 0:  # lists without entries; every row or column has a rank all the same
+        lines = torch.arange(max(rows, columns), dtype=torch.int32, device=tiles.device)
+        found.zero_()[: parts.groups].view(batch, heads, len(lines), 2)[..., 1] = lines
+        found[parts.groups :].view(batch, heads, len(lines), GROUPS_HEADER)[..., 0] = lines
+        return found
     cuts = parts.groups // 2, (parts.column_groups - parts.groups) // 2, (parts.words - parts.column_groups) // 2
     lists, row_groups, column_groups = found.view(torch.int64).split(cuts)
     by_head = lists.view(batch, heads, parts.head // 2)

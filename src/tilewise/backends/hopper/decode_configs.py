@@ -132,6 +132,9 @@ class LatentConfig:
 LATENT_ROWS, LATENT_TILES = 64, 4
 # Rows and columns that a program merges at a time, whole rows if there is a program for every SM; programs on an SM.
 LATENT_MERGED, LATENT_COLUMNS, LATENT_PROGRAMS = 4, 128, 6
+# Up to so many rows of parts the merge may start while the first kernel ends. It starts on the SMs that are free first,
+# where more rows would crowd.
+LATENT_EARLY = 4096
 
 
 def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentConfig:

@@ -389,7 +389,7 @@ def consumer(
                 others = others.next()
                 said = said.next()
         if flat + steps >= end:
-            let_next_start()  # earlier, its programs would take the first SMs that are free, and crowd there
+            let_next_start()
         pipe.rows_smem.index(2 + SIDE).store(gl.sum(total, axis=1))
         exchange(met.lane(4, 6), pipe, SIDE)
         met = met.next()

@@ -36,6 +36,7 @@ from tilewise.backends.hopper.backward_wide import backward_wide_kernel
 from tilewise.backends.hopper.configs import PANEL, BackwardConfig, ForwardConfig, dq_blocks, forward_config, registers
 from tilewise.backends.hopper.decode import decode_kernel
 from tilewise.backends.hopper.decode_configs import (
+    LATENT_EARLY,
     LATENT_ROWS,
     DecodeConfig,
     LatentConfig,
@@ -631,7 +632,8 @@ def latent_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str,
         common = ("out", "lse", "sinks_ptr", "parts_ptr", "stats_ptr", "items_ptr", "cu_seqlens_q", "sizes", "C")
         grid = latent_merge_grid(problem, config, device)
         merged = {name: arguments[name] for name in common} | {"num_shares": shares, "COLUMNS": config.DV // grid[2]}
-        calls.append(KernelCall(merge_latent_kernel, grid, merged, overlaps=True))
+        rows = problem.group_size * tokens_of(problem, packed_queries=config.PACKED_Q)
+        calls.append(KernelCall(merge_latent_kernel, grid, merged, overlaps=shares * rows <= LATENT_EARLY))
     return calls
 
 
