@@ -355,9 +355,9 @@ def useful_threads(expected: int, available: int) -> int:
     return max(1, min(available, expected // MICROSECONDS_PER_THREAD))
 
 
-def clear_unused_rows(operands: Operands, out: Tensor, lse: Tensor | None) -> None:
+def clear_unused_rows(totals: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
     """Make the rows of packed tensors after the last sequence empty rows."""
-    used = out.shape[0] if operands.cu_seqlens_q is None else int(operands.cu_seqlens_q[-1])
+    used = out.shape[0] if totals is None else int(totals[-1])
     if used < out.shape[0]:
         out[used:].zero_()
         if lse is not None:
@@ -406,7 +406,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
     if problem.kind != "dense":
-        clear_unused_rows(operands, out, lse)
+        clear_unused_rows(operands.cu_seqlens_q, out, lse)
     if operands.max_logits is None:
         _run_forward(problem, operands, out, lse, {})
         return out, lse
@@ -450,7 +450,7 @@ ADDRESSED = {
     "q": f.Q, "k": f.K, "v": f.V, "cu_seqlens_q": f.CU_SEQLENS_Q, "block_table": f.BLOCK_TABLE,
     "seqlens_k": f.SEQLENS_K, "sinks": f.SINKS, "k_scale": f.K_SCALES, "v_scale": f.V_SCALES, "out": f.OUT,
 }  # fmt: skip
-LENGTHS = tuple(Operands._fields.index(name) for name in ("cu_seqlens_q", "seqlens_k"))
+TOTALS, ENDS, OUT = (Operands._fields.index(name) for name in ("cu_seqlens_q", "seqlens_k", "out"))
 
 
 class Repeated:
@@ -471,14 +471,14 @@ class Repeated:
         """See tilewise.backends.base.Bound."""
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-        totals, ends = tensors[LENGTHS[0]], tensors[LENGTHS[1]]
+        totals, ends = tensors[TOTALS], tensors[ENDS]
         key = threads.num_threads(), b"" if totals is None else totals.numpy().tobytes(), ends.numpy().tobytes()
         last = self._last
         if last is None or last[0] != key:
             self._last = last = key, self._call(Operands(*tensors), key[0])
         call, lse = last[1], torch.empty(self._lse_shape, dtype=torch.float32, device="cpu")
         if totals is not None:
-            clear_unused_rows(Operands(*tensors), tensors[-1], lse)
+            clear_unused_rows(totals, tensors[OUT], lse)
         values = call.values[:]
         for position, place in zip(self._positions, places, strict=True):
             values[position] = place
