@@ -259,6 +259,7 @@ def _readable(bias: Tensor) -> Tensor:
     return stored.to(torch.float32).expand(bias.shape)
 
 
+@functools.lru_cache(maxsize=256)
 def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace, and its size in bytes. On a matrix unit, packed head dims are whole tiles."""
     rows, in_tiles = round_up(block_m, host().panel), forward_program(problem) == "forward_matrix"
