@@ -3,7 +3,8 @@
     python bench/vllm_throughput.py [--threads 2] [--rounds 5] [--output FILE]        in the environment of test-vllm
 
 Both engines are alive at the same time, each in a process of its own, and take turns: whatever else the machine does
-disturbs both alike. The fastest of the rounds counts.
+disturbs both alike. The fastest of the rounds counts. Beside it stands the ratio of the medians of processor time, of
+all threads: it is the steadier one where others use the machine, with one thread above all, as threads that wait spin.
 
     prefill   PROMPTS prompts of PROMPT tokens, one token each: prompt tokens a second
     decode    REQUESTS requests of CONTEXT tokens, OUTPUT more tokens each: time of the tokens after the first
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -72,17 +74,18 @@ def serve(folder: str, dtype: str) -> None:
     )
     draw = random.Random(0)
 
-    def seconds(count: int, length: int, tokens: int) -> float:
+    def seconds(count: int, length: int, tokens: int) -> tuple[float, float]:
         requests = [{"prompt_token_ids": [draw.randrange(3, 1024) for _ in range(length)]} for _ in range(count)]
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         engine.generate(requests, sampling, use_tqdm=False)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - used
 
     for _ in sys.stdin:
         prefill = seconds(PROMPTS, PROMPT, 1)
         first = seconds(REQUESTS, CONTEXT, 1)
-        decode = seconds(REQUESTS, CONTEXT, 1 + OUTPUT) - first
+        both = seconds(REQUESTS, CONTEXT, 1 + OUTPUT)
+        decode = both[0] - first[0], both[1] - first[1]
         answers.write(json.dumps({"prefill": prefill, "decode": decode}) + "\n")
         answers.flush()
 
@@ -98,24 +101,30 @@ def measure(folder: str, dtype: str, threads: int, rounds: int) -> dict[str, Any
     """Times of both engines, which take turns."""
     engines = {name: started(name, folder, dtype, threads) for name in BACKENDS}
     times: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in BACKENDS}
+    used: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in BACKENDS}
     for number in range(rounds + 1):
         for name, engine in engines.items():
             put, get = cast("IO[str]", engine.stdin), cast("IO[str]", engine.stdout)
             put.write("round\n")
             put.flush()
-            answer = json.loads(get.readline())
+            line = get.readline()
+            if not line:
+                raise SystemExit(f"the engine with {name} and {dtype} ended with status {engine.wait()}")
             if number:  # the first compiles
-                for phase, taken in answer.items():
+                for phase, (taken, by_cpu) in json.loads(line).items():
                     times[name][phase].append(taken)
+                    used[name][phase].append(by_cpu)
     for engine in engines.values():
         cast("IO[str]", engine.stdin).close()
         engine.wait()
     tokens = {"prefill": PROMPTS * PROMPT, "decode": REQUESTS * OUTPUT}
-    row: dict[str, Any] = {"dtype": dtype, "seconds": times}
+    row: dict[str, Any] = {"dtype": dtype, "seconds": times, "cpu_seconds": used}
     for phase, count in tokens.items():
         best = {name: count / min(times[name][phase]) for name in BACKENDS}
         row[phase] = {f"{name} tokens/s": value for name, value in best.items()}
         row[phase]["speed"] = best["tilewise"] / best["cpu_attn"]
+        typical = {name: statistics.median(used[name][phase]) for name in BACKENDS}
+        row[phase]["speed by CPU time"] = typical["cpu_attn"] / typical["tilewise"]
     return row
 
 

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilewise as tw
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.kv.writing import write_rows
 from tilewise.operands import Flags
 
 NAN = float("nan")
@@ -236,3 +237,59 @@ class TestRefused:
     def test_forecasts(self) -> None:
         with pytest.raises(InvalidProblem, match="a forecast is the same without it"):
             tw.explain(*dense(), out=torch.empty(2, 4, 33, 8))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lengths_and_pages_that_change_in_place_between_calls(packed: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    pages, q = torch.randn(8, 4, 2, 16, generator=draw), torch.randn(3, 4, 16, generator=draw)
+    table = torch.tensor([[4, 1, 0], [2, 3, 5], [6, 7, 0]], dtype=torch.int32)
+    lengths, out = torch.tensor([10, 3, 5], dtype=torch.int32), torch.empty(3, 4, 16)
+    starts = torch.arange(4, dtype=torch.int32)
+    flags: dict[str, Any] = {"cu_seqlens_q": starts, "max_seqlen_q": 2, "causal": True} if packed else {}
+
+    def agree() -> None:
+        found = tw.attention_paged(q, pages, pages, table, lengths, out=out.fill_(torch.nan), **flags)
+        expected = tw.attention_paged(q, pages, pages, table, lengths, backend="reference", **flags)
+        assert found is out
+        torch.testing.assert_close(found, expected)
+
+    def refused(argument: str, place: Tensor, number: int) -> None:
+        good = int(place)
+        place.fill_(number)
+        with pytest.raises(InvalidProblem) as caught:
+            agree()
+        assert caught.value.argument == argument
+        place.fill_(good)
+
+    agree()
+    agree()
+    lengths[1] = 9
+    agree()
+    table[0, 0] = 5
+    agree()
+    refused("seqlens_k", lengths[2], 13)
+    refused("block_table", table[1, 2], 8)
+    if packed:
+        starts.copy_(torch.tensor([0, 2, 2, 3]))
+        agree()
+        refused("cu_seqlens_q", starts[1], 4)
+        starts.copy_(torch.tensor([0, 1, 2, 2]))
+    agree()
+
+
+def test_rows_written_through_slots_that_change_in_place() -> None:
+    rows, slots = torch.randn(3, 2, 16), torch.tensor([0, 5, 7])
+    pages = torch.zeros(2, 2, 4, 2, 16)
+    for _ in range(2):
+        write_rows(rows, -rows, pages[0], pages[1], slots)
+    slots.copy_(torch.tensor([-1, 6, 1]))
+    write_rows(rows, -rows, pages[0], pages[1], slots)
+    flat = pages.view(2, 8, 2, 16)
+    for slot, row in ((0, 0), (5, 1), (7, 2), (6, 1), (1, 2)):
+        assert torch.equal(flat[0, slot], rows[row])
+        assert torch.equal(flat[1, slot], -rows[row])
+    assert not flat[:, 2:5].any()
+    slots[2] = 8
+    with pytest.raises(InvalidProblem, match="slots"):
+        write_rows(rows, -rows, pages[0], pages[1], slots)

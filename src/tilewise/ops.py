@@ -131,8 +131,8 @@ class Call:
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_disjoint", "_lasting", "_nvtx", "_reads", "_record", "_recorded", "bound", "flags",
-        "kind", "problem", "return_lse", "wide",
+        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_record", "_recorded", "bound",
+        "flags", "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
@@ -148,7 +148,8 @@ class Call:
         self._lasting, self._nvtx = lasting, settings.current().nvtx
         named = operands._replace(max_logits=None)
         self._disjoint = None if operands.out is None else validation.Disjoint(Operands._fields, named)
-        self._reads = lasting and validation.reads_contents(kind, operands)
+        reads = lasting and validation.reads_contents(kind, operands)
+        self._contents = validation.Contents(self.problem, flags) if reads else None
         self._backwards: tuple[_BoundBackward, ...] = ()
         # The Python wrapper of torch's `apply` unwraps functorch leftovers, which a lasting call never has: skip it.
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
@@ -161,8 +162,8 @@ class Call:
         if (tracing.profiler._is_profiler_enabled or self._nvtx) and not traced:  # noqa: SLF001
             with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, self.problem):
                 return self(tensors, places, before, True)
-        if self._reads:
-            validation.check_contents(self.problem, Operands(*tensors), self.flags)  # type: ignore[arg-type]
+        if self._contents is not None:
+            self._contents.check(tensors)
         if self._disjoint is not None:
             self._disjoint.check(tensors, places)
         if before is not None:

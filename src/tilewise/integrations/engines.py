@@ -70,10 +70,14 @@ class Batch:
 
     def share_prefixes(self) -> None:
         """Find sequences that start with the same pages. Only for tables in host memory: others would be waited for."""
-        if self.block_table.device.type == "cpu" and self.page_size and self.causal and len(self.seqlens_k) > 1:
+        table, count = self.block_table, len(self.seqlens_k)
+        if table.device.type != "cpu" or not (self.page_size and self.causal and table.shape[1]):
+            return
+        # Most often, all begin with different pages.
+        if len(set(table[:count, 0].tolist())) < count:
             counts = self.cu_seqlens_q.diff().numpy()
             before = self.seqlens_k.numpy() - counts
-            self.shared_prefix = shared_prefix_of(self.block_table.numpy(), before, counts, self.page_size)
+            self.shared_prefix = shared_prefix_of(table.numpy(), before, counts, self.page_size)
 
 
 class Layer:

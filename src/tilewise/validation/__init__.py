@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,11 +37,12 @@ from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import split_scales, unwrapped
 from tilewise.validation.results import Disjoint, check_out, check_result
 from tilewise.validation.tensors import FLOATS, TensorSpec, describe, public_names
-from tilewise.validation.values import check_values, longest_sequences
+from tilewise.validation.values import check_values, longest_sequences, pages_in_use
 
 __all__ = [
     "FLOATS",
     "OPTIONAL_PAGED",
+    "Contents",
     "Disjoint",
     "any_needs_grad",
     "autocast",
@@ -144,6 +146,36 @@ def check_contents(problem: AttentionProblem, operands: Operands, flags: Flags) 
     check_values(problem, operands)
 
 
+class Contents:
+    """`check_contents` for calls of one signature. The layers of a step pass the same contents, which are then only
+    compared with those of the last call.
+    """
+
+    __slots__ = ("_flags", "_last", "_problem")
+
+    def __init__(self, problem: AttentionProblem, flags: Flags) -> None:
+        self._problem, self._flags = problem, flags
+        # Lengths in bytes, the columns of the block table in use, and these in bytes.
+        self._last: tuple[list[bytes], int, bytes] | None = None
+
+    def check(self, tensors: Sequence[Any]) -> None:
+        """Raise if the contents are not valid."""
+        if tensors[0].device.type != "cpu":
+            check_contents(self._problem, Operands(*tensors), self._flags)
+            return
+        lengths = [tensors[i].numpy().tobytes() for i in LENGTHS if i < len(tensors) and tensors[i] is not None]
+        last, table = self._last, tensors[TABLE] if self._problem.kind == "paged" else None
+        if last is not None and last[0] == lengths and _first_columns(table, last[1]) == last[2]:
+            return
+        check_contents(self._problem, Operands(*tensors), self._flags)
+        columns = 0 if table is None else pages_in_use(self._problem, Operands(*tensors))
+        self._last = lengths, columns, _first_columns(table, columns)
+
+
+def _first_columns(table: Tensor | None, count: int) -> bytes:
+    return b"" if table is None else table.numpy()[:, :count].tobytes()
+
+
 def lasts(kind: Kind, operands: Operands, flags: Flags) -> bool:
     """Whether the problem depends on the signature alone: no length must be read from contents."""
     given = (operands.cu_seqlens_q, flags.max_seqlen_q), (operands.cu_seqlens_k, flags.max_seqlen_k)
@@ -156,6 +188,9 @@ def reads_contents(kind: Kind, operands: Operands) -> bool:
     return kind != "dense" and (operands.q.device.type == "cpu" or settings.current().check_values)
 
 
+# Index tensors that hold lengths, and the block table.
+LENGTHS = tuple(Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k"))
+TABLE = Operands._fields.index("block_table")
 # bias and masks are checked against the longest sequence, which may be known only after lengths are read.
 _LENGTH_BOUND = tuple(Operands._fields.index(name) for name in ("bias", "mask", "tiles"))
 

@@ -46,6 +46,13 @@ def check_values(problem: AttentionProblem, operands: Operands) -> None:
         raise InvalidProblem("block_table", expected, f"{table[index][bad[index]][0]} at sequence {index}", fix)
 
 
+def pages_in_use(problem: AttentionProblem, operands: Operands) -> int:
+    """Columns of the block table up to the last page of the longest sequence."""
+    assert operands.seqlens_k is not None
+    assert problem.page_size is not None
+    return -(-int(operands.seqlens_k.numpy().max(initial=0)) // problem.page_size)
+
+
 def _all_within(lengths: NDArray[np.integer], table: Tensor, seqlen_k: int, page_size: int, num_pages: int) -> bool:
     """Whether everything is in range, entries past a sequence's last page too. A few reductions: serving pays for it in
     every layer.

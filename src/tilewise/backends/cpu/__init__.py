@@ -59,6 +59,16 @@ class CpuBackend:
 
         return launch.forward(problem, operands)
 
+    def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
+        """A paged pass into the caller's memory, as serving engines repeat it."""
+        from tilewise.backends.cpu import launch
+
+        return launch.bind_forward(problem, operands, want_lse)
+
+    def bind_backward(self, problem: AttentionProblem, *tensors: Any) -> None:
+        """None: every pass is prepared anew."""
+        del problem, tensors
+
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Nothing: every sum has a fixed order."""
         del problem
@@ -122,10 +132,12 @@ class CpuBackend:
 
         launch_pages.write_rows(k, v, k_pages, v_pages, slots)
 
-    def bind_write(self, *first: Tensor) -> Writing:
+    def bind_write(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Writing:
         """`write_rows` for tensors like these."""
-        del first
-        return lambda tensors, _: self.write_rows(*tensors)
+        del slots
+        from tilewise.backends.cpu import launch_pages
+
+        return launch_pages.bind_write(k, v, k_pages, v_pages)
 
     def append_quantised(self, rows: QuantisedRows) -> None:
         """Writes rows of K and V, or of latents, into slots of 8-bit pages: see tilewise.kv.quantised."""

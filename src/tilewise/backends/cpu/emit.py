@@ -285,6 +285,11 @@ class Emitter:
         slowly or flush to 0, are avoided.
         """
         b, count = self.b, codes.type.count
+        if count == 1:
+            # LLVM 20 fails on vectors of one 16-bit number on ARM.
+            twice, first = (ir.Constant(ir.VectorType(I32, n), [0] * n) for n in (2, 1))
+            both = self._e4m3_to_float(b.shuffle_vector(codes, codes, twice))
+            return b.shuffle_vector(both, both, first)
         shorts = ir.VectorType(I16, count)
 
         def constant(number: int) -> Value:

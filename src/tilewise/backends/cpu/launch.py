@@ -9,7 +9,7 @@ import functools
 import math
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -259,6 +259,7 @@ def _readable(bias: Tensor) -> Tensor:
     return stored.to(torch.float32).expand(bias.shape)
 
 
+@functools.lru_cache(maxsize=256)
 def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace, and its size in bytes. On a matrix unit, packed head dims are whole tiles."""
     rows, in_tiles = round_up(block_m, host().panel), forward_program(problem) == "forward_matrix"
@@ -355,9 +356,9 @@ def useful_threads(expected: int, available: int) -> int:
     return max(1, min(available, expected // MICROSECONDS_PER_THREAD))
 
 
-def clear_unused_rows(operands: Operands, out: Tensor, lse: Tensor | None) -> None:
+def clear_unused_rows(totals: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
     """Make the rows of packed tensors after the last sequence empty rows."""
-    used = out.shape[0] if operands.cu_seqlens_q is None else int(operands.cu_seqlens_q[-1])
+    used = out.shape[0] if totals is None else int(totals[-1])
     if used < out.shape[0]:
         out[used:].zero_()
         if lse is not None:
@@ -406,7 +407,7 @@ def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tens
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf)
     if problem.kind != "dense":
-        clear_unused_rows(operands, out, lse)
+        clear_unused_rows(operands.cu_seqlens_q, out, lse)
     if operands.max_logits is None:
         _run_forward(problem, operands, out, lse, {})
         return out, lse
@@ -426,18 +427,89 @@ def forward_into(problem: AttentionProblem, operands: Operands, rows: Tensor | N
     _run_forward(problem, operands, out, lse, merging)
 
 
-def _run_forward(problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, more: Block) -> None:
+def prepared_for(problem: AttentionProblem, operands: Operands, out: Tensor, available: int) -> Call:
+    """`prepared` for these tensors."""
     given = (b"", b"")
     if problem.kind != "dense":
         q_lengths, k_lengths = lengths(problem, operands)
         given = (q_lengths.tobytes(), k_lengths.tobytes())
     strides = operands.q.stride(), operands.k.stride(), operands.v.stride(), out.stride()
-    call = prepared(problem, query_kind(problem, operands), threads.num_threads(), *given, *strides)
+    return prepared(problem, query_kind(problem, operands), available, *given, *strides)
+
+
+def _run_forward(problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, more: Block) -> None:
+    call = prepared_for(problem, operands, out, threads.num_threads())
     keep: list[Tensor] = []
     values = call.values[:]
     put_operands(values, problem, operands, out, lse, keep)
     put(values, more)
     run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
+
+
+# Operands whose address is all that a kernel needs of them, beside their signature; the first are always there.
+ADDRESSED = {
+    "q": f.Q, "k": f.K, "v": f.V, "cu_seqlens_q": f.CU_SEQLENS_Q, "block_table": f.BLOCK_TABLE,
+    "seqlens_k": f.SEQLENS_K, "sinks": f.SINKS, "k_scale": f.K_SCALES, "v_scale": f.V_SCALES, "out": f.OUT,
+}  # fmt: skip
+TOTALS, ENDS, OUT = (Operands._fields.index(name) for name in ("cu_seqlens_q", "seqlens_k", "out"))
+
+
+class Repeated:
+    """`forward` for paged tensors of one signature. Keeps all but addresses while lengths stay the same: from layer to
+    layer of a step.
+    """
+
+    __slots__ = ("_last", "_lse_shape", "_positions", "_problem", "made")
+
+    def __init__(self, problem: AttentionProblem, operands: Operands, want_lse: bool) -> None:
+        present = [name for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None]
+        self._positions = [ADDRESSED[name] for name in present]
+        self._problem, self._lse_shape = problem, problem.lse_shape
+        self.made = ("lse",) if want_lse else ()
+        self._last: tuple[tuple[int, bytes, bytes], Call] | None = None
+
+    def __call__(self, tensors: Sequence[Any], places: tuple[int, ...] | None = None) -> list[Tensor]:
+        """See tilewise.backends.base.Bound."""
+        if places is None:
+            places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+        totals, ends = tensors[TOTALS], tensors[ENDS]
+        key = threads.num_threads(), b"" if totals is None else totals.numpy().tobytes(), ends.numpy().tobytes()
+        last = self._last
+        if last is None or last[0] != key:
+            self._last = last = key, self._call(Operands(*tensors), key[0])
+        call, lse = last[1], torch.empty(self._lse_shape, dtype=torch.float32, device="cpu")
+        if totals is not None:
+            clear_unused_rows(totals, tensors[OUT], lse)
+        values = call.values[:]
+        for position, place in zip(self._positions, places, strict=True):
+            values[position] = place
+        values[f.LSE] = lse.data_ptr()
+        run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
+        return [lse] if self.made else []
+
+    def _call(self, operands: Operands, available: int) -> Call:
+        """The call with all fields but addresses, which are those of these operands."""
+        assert operands.out is not None
+        call = prepared_for(self._problem, operands, operands.out, available)
+        values = call.values[:]
+        put_operands(values, self._problem, operands, operands.out, operands.out, [])
+        return call._replace(values=values)
+
+
+def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) -> Repeated | None:
+    """`forward` for canonical operands like these; None where it would have to look at more than their addresses."""
+    present = [name for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None]
+    if problem.kind != "paged" or problem.max_logits or not ADDRESSED.keys() >= set(present) or present[-1] != "out":
+        return None
+    out, sinks, table = operands.out, operands.sinks, operands.block_table
+    assert out is not None
+    assert table is not None
+    is_copied = not table.is_contiguous() or (
+        sinks is not None and (sinks.dtype != torch.float32 or sinks.stride(0) > 1)
+    )
+    if is_copied or out.numel() == 0 or (out.stride(-1) != 1 and problem.head_dim_v > 1):
+        return None
+    return Repeated(problem, operands, want_lse)
 
 
 def forward_program(problem: AttentionProblem) -> str:

@@ -51,7 +51,7 @@ def backward(
         launch.put(values, output_fields(problem, operands, grads, delta, k_lengths, keep))
         run_passes("backward", workspace, problem, values, wanted, q_lengths, k_lengths, BACKWARD_PER_FORWARD)
         if grads.dq is not None:
-            launch.clear_unused_rows(operands, grads.dq, None)
+            launch.clear_unused_rows(operands.cu_seqlens_q, grads.dq, None)
     elif delta is not None and dlse is not None:
         delta -= dlse  # a sink that is the whole denominator
     return finished(problem, operands, wanted, grads, delta, lse, k_lengths)

@@ -39,8 +39,8 @@ def forward_tangent(
         return out, lse.fill_(-torch.inf), dot_out, dot_lse.zero_()
     q_lengths, k_lengths = launch.lengths(problem, operands)
     if operands.cu_seqlens_q is not None:
-        launch.clear_unused_rows(operands, out, lse)
-        launch.clear_unused_rows(operands, dot_out, None)
+        launch.clear_unused_rows(operands.cu_seqlens_q, out, lse)
+        launch.clear_unused_rows(operands.cu_seqlens_q, dot_out, None)
         dot_lse[:, int(operands.cu_seqlens_q[-1]) :].zero_()
     keep: list[Tensor] = []
     operands, tangents = _with_alike_biases(operands, tangents)
@@ -83,7 +83,7 @@ def backward_twice(
             values[f.RATE] = rate.data_ptr()
         run_passes("twice", _twice_workspace, problem, values, wanted, q_lengths, k_lengths, TWICE_PER_FORWARD)
         if grads.dq is not None:
-            launch.clear_unused_rows(operands, grads.dq, None)
+            launch.clear_unused_rows(operands.cu_seqlens_q, grads.dq, None)
         if delta is not None and rate is not None and operands.sinks is not None:
             sinks = torch.zeros_like(operands.sinks) if tangents.sinks is None else tangents.sinks
             delta = delta.double() * (sinks.double()[:, None] - dot_lse.double()) + rate.double()

@@ -7,6 +7,7 @@ line, as in the other programs.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +41,28 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     _write("write_rows", k, k_pages, slots, fields, size // COPIED_BYTES)
 
 
+def bind_write(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor
+) -> Callable[[Sequence[Tensor], tuple[int, ...] | None], None]:
+    """`write_rows` for tensors of one signature, of which only addresses and slots change."""
+    rows, heads, _ = k.shape
+    page_size, end = k_pages.shape[1], k_pages.shape[0] * k_pages.shape[1]
+    fields = (*_written(k, k_pages, None), *_written(v, v_pages, None))
+    block = array("q", (rows, 0, page_size, heads, *fields, *(0,) * COUNTER_FIELDS))
+    more = (k.numel() + v.numel()) * k.element_size() // COPIED_BYTES
+    most = min(-(-rows // ROWS_PER_ITEM), 1 + more)
+
+    def write(tensors: Sequence[Tensor], places: tuple[int, ...] | None) -> None:
+        values = block[:]
+        places = places or tuple([tensor.data_ptr() for tensor in tensors])
+        values[K + SOURCE], values[V + SOURCE], values[K + PAGES], values[V + PAGES], values[SLOTS] = places
+        if rows:
+            _check_slots(tensors[4], end)
+            threads.run(program("write_rows").address, values, min(most, threads.num_threads()))
+
+    return write
+
+
 def append_quantised(rows: QuantisedRows) -> None:
     """See tilewise.kv.quantised. The last dimension of every tensor is contiguous, scales are fully contiguous."""
     k, v, k_pages, v_pages, k_scale, v_scale, slots = rows
@@ -52,13 +75,19 @@ def append_quantised(rows: QuantisedRows) -> None:
 
 def _write(name: str, k: Tensor, pages: Tensor, slots: Tensor, fields: tuple[int, ...], more_threads: int) -> None:
     rows, heads, _ = k.shape
-    if len(slots) and int(slots.max()) >= (end := pages.shape[0] * pages.shape[1]):
-        fix = "Slots are counted through all pages; a negative one skips its row."
-        raise InvalidProblem("slots", f"numbers below {end}, the slots of the pages", int(slots.max()), fix)
+    if len(slots):
+        _check_slots(slots, pages.shape[0] * pages.shape[1])
     block = array("q", (rows, slots.data_ptr(), pages.shape[1], heads, *fields, *(0,) * COUNTER_FIELDS))
     if rows > 0:
         items = -(-rows // ROWS_PER_ITEM)
         threads.run(program(name).address, block, min(items, threads.num_threads(), 1 + more_threads))
+
+
+def _check_slots(slots: Tensor, end: int) -> None:
+    last = int(slots.max())
+    if last >= end:
+        fix = "Slots are counted through all pages; a negative one skips its row."
+        raise InvalidProblem("slots", f"numbers below {end}, the slots of the pages", last, fix)
 
 
 def _written(new: Tensor, pages: Tensor, scale: Tensor | None) -> tuple[int, ...]:
