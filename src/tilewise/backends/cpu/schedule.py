@@ -7,7 +7,6 @@ are short. Measurements behind the constants are in bench/results/cpu-choices.cs
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -121,13 +120,6 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
         round_up(max(1, problem.seqlen_q * heads), host().lanes) if decodes(problem) else block_rows(problem, threads)
     )
     rows = q_lengths * heads
-    if decodes(problem):
-        # One block a sequence. From step to step lengths change, but seldom their order and their chunks.
-        order = np.argsort(-keys_seen(problem, q_lengths, q_lengths, k_lengths), kind="stable")
-        order, chunks = order[rows[order] > 0], _chunks(problem, k_lengths)
-        entries = _whole_sequences(rows.tobytes(), order.tobytes(), chunks.tobytes())
-        is_split = len(order) > 0 and int(chunks[order].max()) > 1
-        return Schedule(entries, problem.num_heads // heads, heads, block, chunk_keys(), is_split)
     counts = -(-rows // block)
     batch = np.repeat(np.arange(len(rows)), counts)
     first = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * block
@@ -137,23 +129,12 @@ def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: L
     order = np.argsort(-keys_seen(problem, end_row, q_lengths[batch], k_lengths[batch]), kind="stable")
     batch, first, size = batch[order], first[order], size[order]
     chunks = _chunks(problem, k_lengths[batch])
-    entries = _entries(batch, first, size, chunks)
-    is_split = len(chunks) > 0 and int(chunks.max()) > 1
-    return Schedule(entries, problem.num_heads // heads, heads, block, chunk_keys(), is_split)
-
-
-def _entries(batch: Lengths, first: Lengths, size: Lengths, chunks: Lengths) -> Tensor:
-    """The table of entries: every block of rows with each of its chunks."""
     chunk = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
     columns = [np.repeat(column, chunks) for column in (batch, first, size)] + [chunk, np.repeat(chunks, chunks)]
-    return torch.from_numpy(np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64))
-
-
-@functools.lru_cache(maxsize=64)
-def _whole_sequences(rows: bytes, order: bytes, chunks: bytes) -> Tensor:
-    """Entries of sequences in an order, each with all its rows. Arguments are int64 numbers in bytes."""
-    size, batch, parts = (np.frombuffer(given, np.int64) for given in (rows, order, chunks))
-    return _entries(batch, np.zeros_like(batch), size[batch], parts[batch])
+    entries = torch.from_numpy(np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64))
+    return Schedule(
+        entries, problem.num_heads // heads, heads, block, chunk_keys(), len(chunks) > 0 and int(chunks.max()) > 1
+    )
 
 
 def chunk_keys() -> int:
