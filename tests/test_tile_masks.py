@@ -516,10 +516,13 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: TileMask.neighbourhood(CUBE, 3), "one number per axis"),
         (lambda: TileMask.from_block_mask(MASK), "a BlockMask"),
         (lambda: TileMask.stack([]), "masks of batch 1"),
+        (lambda: TileMask.stack([3]), "masks of batch 1, got ['int']"),  # type: ignore[list-item]
         (lambda: MASK & MASK.cut((0, 128), (0, 200)), "a mask of 200 x 200"),
         (lambda: MASK & MASK.to("meta"), "a mask on cpu"),
         (lambda: random_mask(9, 9, heads=2) & random_mask(9, 9, heads=3), "broadcasts"),
         (lambda: MASK.cut((0, 201), (0, 200)), "end <= 200"),
+        (lambda: MASK.cut(3, (0, 200)), "a tuple (start, end)"),  # type: ignore[arg-type]
+        (lambda: tile_mask(lambda _b, _h, i, j: i >= j and j < 3, 5, 5), "Use torch.where, &, | and ~"),
         (lambda: MASK.grow(torch.ones(1, 199, dtype=torch.bool)), "200 keys or more"),
         (lambda: MASK.grow(torch.ones(1, 200)), "a boolean tensor"),
         (lambda: TileMask(MASK.tiles, MASK.bits[:1], 200, 200), "an index below 1"),

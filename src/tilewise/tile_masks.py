@@ -311,9 +311,11 @@ class TileMask:
         """One mask per sequence as one mask of their batch: for `attention_varlen`. It is as long as the longest of
         them, or as `seqlen_q` and `seqlen_k` say; rows and keys past a mask's own are hidden.
         """
-        if not masks or any(mask.tiles.shape[0] != 1 for mask in masks):
+        given: Sequence[Any] = masks
+        if not given or any(not isinstance(mask, TileMask) or mask.tiles.shape[0] != 1 for mask in given):
             fix = "A mask of a whole batch is given as it is."
-            raise InvalidProblem("masks", "one or more masks of batch 1", [mask.shape for mask in masks], fix)
+            got = [mask.shape if isinstance(mask, TileMask) else _shown(mask) for mask in given]
+            raise InvalidProblem("masks", "one or more tile masks of batch 1", got, fix)
         longest_q, longest_k = max(m.seqlen_q for m in masks), max(m.seqlen_k for m in masks)
         lengths = seqlen_q or longest_q, seqlen_k or longest_k
         if lengths[0] < longest_q or lengths[1] < longest_k:
@@ -450,10 +452,12 @@ class TileMask:
         """The mask of queries rows[0] .. rows[1]-1 and keys keys[0] .. keys[1]-1. Nothing is evaluated again where both
         start at a multiple of 128.
         """
-        for name, (start, end), length in (("rows", rows, self.seqlen_q), ("keys", keys, self.seqlen_k)):
-            if not 0 <= start <= end <= length:
-                expected = f"0 <= start <= end <= {length}"
-                raise InvalidProblem(name, expected, (start, end), "A mask is made longer by grow or stack.")
+        given: tuple[tuple[str, Any, int], ...] = ("rows", rows, self.seqlen_q), ("keys", keys, self.seqlen_k)
+        for name, ends, length in given:
+            pair = isinstance(ends, tuple) and len(ends) == 2 and all(type(end) is int for end in ends)
+            if not pair or not 0 <= ends[0] <= ends[1] <= length:
+                expected = f"a tuple (start, end) with 0 <= start <= end <= {length}"
+                raise InvalidProblem(name, expected, ends, "A mask is made longer by grow or stack.")
         (row, end_row), (key, end_key) = rows, keys
         lengths = end_row - row, end_key - key
         if row % TILE == 0 and key % TILE == 0:
@@ -637,7 +641,13 @@ def _vmapped(fn: Callable[..., Any]) -> Pairs:
     """The function for tiles: b, h (number,), i and j (number, 128)."""
 
     def checked(*at: Tensor) -> Tensor:
-        found = fn(*at)
+        try:
+            found = fn(*at)
+        except RuntimeError as error:
+            if "data-dependent control flow" not in str(error):
+                raise
+            expected, fix = "a function without `if`, `and`, `or` and `not` of indices", "Use torch.where, &, | and ~."
+            raise InvalidProblem("fn", expected, "one that asks whether a tensor is true", fix) from error
         if not isinstance(found, Tensor) or found.dtype != torch.bool or found.dim() != 0:
             got = f"{found.dtype} of {found.dim()} dimensions" if isinstance(found, Tensor) else repr(found)
             fix = "Compare the indices with each other or with entries of tensors; & and | join conditions."
