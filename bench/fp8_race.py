@@ -139,10 +139,11 @@ def raced(head_dim: int, seqlen: int, causal: bool, kind: str) -> dict[str, Any]
             out = call().float() / (OUT_SCALE if name == "cudnn" else 1.0)
             cell[f"{name} error"] = float(f"{error(out, wide if name == 'bf16' else inputs, causal):.3g}")
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name, call in calls.items():
+    for number in range(ROUNDS):
+        # In both orders: clocks depend on who came before.
+        for name in list(calls)[:: 1 if number % 2 else -1]:
             torch.cuda._sleep(4_000_000)  # noqa: SLF001, the host gets ahead of the device
-            times[name].append(device_seconds(call, REPEATS) / REPEATS)
+            times[name].append(device_seconds(calls[name], REPEATS) / REPEATS)
     flops = 4.0 * shape[0] * shape[1] * seqlen**2 * head_dim / (2 if causal else 1)
     return cell | {name: round(1e-12 * flops / statistics.median(t), 1) for name, t in times.items()}
 

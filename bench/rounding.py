@@ -203,7 +203,7 @@ def judged(case: Case, kind: str, backends: list[str]) -> Iterator[dict[str, Any
 def main() -> None:
     """Print the largest ratio of each case, and everything that misses its bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backends", nargs="+", default=["hopper"])
+    parser.add_argument("--backends", nargs="+", default=["hopper", "triton"])
     parser.add_argument("--scores", nargs="+", default=list(BARS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -278,6 +278,19 @@ def test_lengths_and_pages_that_change_in_place_between_calls(packed: bool) -> N
     agree()
 
 
+def test_sinks_that_share_a_number() -> None:
+    draw = torch.Generator().manual_seed(0)
+    pages, q = torch.randn(4, 4, 2, 16, generator=draw), torch.randn(2, 4, 16, generator=draw)
+    table, lengths = torch.arange(4, dtype=torch.int32).view(2, 2), torch.tensor([7, 3], dtype=torch.int32)
+    numbers = torch.tensor([2.0, 50.0, -50.0, 90.0, 3.0, 4.0, 1.0])
+    for sinks in (numbers[:1].expand(4), numbers[::2], numbers[:4]):
+        for _ in range(2):
+            found = tw.attention_paged(q, pages, pages, table, lengths, sinks=sinks, out=torch.empty(2, 4, 16))
+            torch.testing.assert_close(
+                found, tw.attention_paged(q, pages, pages, table, lengths, sinks=sinks, backend="reference")
+            )
+
+
 def test_rows_written_through_slots_that_change_in_place() -> None:
     rows, slots = torch.randn(3, 2, 16), torch.tensor([0, 5, 7])
     pages = torch.zeros(2, 2, 4, 2, 16)

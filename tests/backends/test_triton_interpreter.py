@@ -420,3 +420,18 @@ def test_two_kernels_make_the_masks_of_documents_and_ranges(seqlen_q: int, seqle
             nothing = starts >= ends
             both = starts.masked_fill(nothing, other), ends.masked_fill(nothing, 0)
             same(mask, making.ranges(*(x.transpose(2, 3) for x in both), other, of_queries=of == "queries"))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="in the interpreter")
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(300, 0), (0, 300)])
+def test_a_tile_mask_without_keys_or_queries(seqlen_q: int, seqlen_k: int) -> None:
+    """Every query is written, and every gradient."""
+    q, k = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (seqlen_q, seqlen_k))
+    mask = tilewise.TileMask.from_dense(torch.ones(seqlen_q, seqlen_k, dtype=torch.bool))
+    out, lse = tilewise.attention(q, k, k, mask=mask, backend="triton", return_lse=True)
+    out.sum().backward()
+    assert out.eq(0).all()
+    assert lse.eq(-torch.inf).all()
+    for x in (q, k):
+        assert x.grad is not None
+        assert x.grad.eq(0).all()

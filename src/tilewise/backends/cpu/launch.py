@@ -505,7 +505,7 @@ def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) 
     assert out is not None
     assert table is not None
     is_copied = not table.is_contiguous() or (
-        sinks is not None and (sinks.dtype != torch.float32 or sinks.stride(0) > 1)
+        sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous())
     )
     if is_copied or out.numel() == 0 or (out.stride(-1) != 1 and problem.head_dim_v > 1):
         return None

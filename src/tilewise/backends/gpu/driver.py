@@ -57,6 +57,8 @@ ENCODE_TYPES = (
 )  # fmt: skip
 # Drivers up to this version set a bit in the maps of tensors below 128 KiB that must be cleared.
 LAST_WITH_SMALL_BIT, SMALL_BYTES, SMALL_BIT = 13010, 128 << 10, 1 << 21
+# Older drivers cannot capture a launch that overlaps the one before it in a CUDA graph.
+FIRST_TO_CAPTURE_OVERLAPS = 12030
 
 
 class Filled(NamedTuple):
@@ -194,7 +196,8 @@ class Launch:
             pointers[at] = place
             place += MAP_BYTES
         config = scratch + WORD
-        attributes = (config + struct.calcsize(CONFIG), 1) if self.call.overlaps else (0, 0)
+        overlaps = self.call.overlaps and _driver_version() >= FIRST_TO_CAPTURE_OVERLAPS
+        attributes = (config + struct.calcsize(CONFIG), 1) if overlaps else (0, 0)
         self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, *attributes, *OVERLAPS)
         function = _entry("cuLaunchKernelEx")
         assert function is not None

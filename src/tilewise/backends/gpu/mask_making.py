@@ -101,10 +101,10 @@ def sort_tiles_kernel(
             meets = tl.minimum(high, last) >= tl.maximum(tl.maximum(low, first), 0)
         elif KIND == RANGES_OF_KEYS:
             low, high = ends_of(one, two, i, seqlen_q, ranges)
-            meets = (low < tl.minimum((column + 1) * TILE, seqlen_k)) & (high > column * TILE)
+            meets = (low <= tl.minimum(column * TILE + (TILE - 1), seqlen_k - 1)) & (high > column * TILE)
         else:
             low, high = ends_of(one, two, j, seqlen_k, ranges)
-            meets = (low < tl.minimum((row + 1) * TILE, seqlen_q)) & (high > row * TILE)
+            meets = (low <= tl.minimum(row * TILE + (TILE - 1), seqlen_q - 1)) & (high > row * TILE)
         kind = column * 0 + EMPTY
         if meets:
             pairs = seen(one, two, i, j, seqlen_q, seqlen_k, ranges, KIND).to(tl.int32)

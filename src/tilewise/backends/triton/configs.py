@@ -522,15 +522,16 @@ def is_plain(problem: AttentionProblem) -> bool:
 def is_rich(problem: AttentionProblem, direction: str) -> bool:
     """Whether a tile holds more than K, V and plain scores, and must be smaller: bias, masks, dropout bits, softcap.
 
-    In the backward a pointer for each row of small pages counts too, and for each row of wide heads that TMA cannot
-    address. The forward looks pages up one tile ahead and keeps the larger tile, which is faster. Tangents and second
-    derivatives test each tile of a tile mask.
+    In the backward a pointer for each row of small pages counts too, and for each row of wide heads that are in pages or
+    that TMA cannot address. The forward looks pages up one tile ahead and keeps the larger tile, which is faster.
+    Tangents and second derivatives test each tile of a tile mask.
     """
     tested = problem.tiles_shape if direction in ("tangent", "tangent_only", "twice_dkdv", "twice_dq") else None
     extras = (problem.bias_shape, problem.mask_shape, problem.softcap, tested)
     small_pages = direction != "forward" and problem.page_size is not None and problem.page_size % LARGEST_TILE != 0
     dims = problem.head_dim, problem.head_dim_v
-    pointers = direction in ("dkdv", "dq") and max(dims) > 256 and any(dim % 8 for dim in dims)
+    by_pointers = problem.kind == "paged" or any(dim % 8 for dim in dims)
+    pointers = direction in ("dkdv", "dq") and max(dims) > 256 and by_pointers
     return problem.dropout > 0.0 or small_pages or pointers or any(extra is not None for extra in extras)
 
 
