@@ -522,9 +522,9 @@ def is_plain(problem: AttentionProblem) -> bool:
 def is_rich(problem: AttentionProblem, direction: str) -> bool:
     """Whether a tile holds more than K, V and plain scores, and must be smaller: bias, masks, dropout bits, softcap.
 
-    In the backward a pointer for each row of small pages counts too, and for each row of wide heads that are in pages or
-    that TMA cannot address. The forward looks pages up one tile ahead and keeps the larger tile, which is faster.
-    Tangents and second derivatives test each tile of a tile mask.
+    In the backward a pointer for each row of small pages counts too, and for each row of wide heads in pages, or that
+    TMA cannot address. The forward looks pages up one tile ahead and keeps the larger tile, which is faster. Tangents
+    and second derivatives test each tile of a tile mask.
     """
     tested = problem.tiles_shape if direction in ("tangent", "tangent_only", "twice_dkdv", "twice_dq") else None
     extras = (problem.bias_shape, problem.mask_shape, problem.softcap, tested)
