@@ -15,7 +15,7 @@ def made(tile_map: Tensor) -> Tensor:
     """The lists of a map: by two kernels, or by many where these cannot run."""
     # Neither a compiler that traces nor fake tensors know the two.
     plain = type(tile_map) is Tensor and tile_map.is_cuda and not torch.compiler.is_compiling()
-    if not plain or releases.missing() is not None:
+    if not plain or releases.missing() is not None or not releases.is_known():
         return lists_of(tile_map)
     from tilewise.backends.gpu import listing
 
