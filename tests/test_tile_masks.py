@@ -477,6 +477,16 @@ def test_a_backend_that_does_not_know_tile_masks_is_not_asked() -> None:
 CAUSAL: Any = "causal"
 CUBE: Any = (4, 4, 4)
 FUNCTION: Any = torch.ge
+
+
+class Odd(Tensor):
+    """Its memory may mean anything."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
 Q = torch.zeros(2, 4, 200, 8)
 MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
 
@@ -498,8 +508,10 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: tile_mask(lambda _b, _h, i, j: i >= j, 2**30, 2**30), "at most 268,435,456 tiles"),
         (lambda: TileMask.from_dense(torch.zeros(5, 5)), "a boolean tensor"),
         (lambda: TileMask.from_dense(torch.zeros(5, dtype=torch.bool)), "of 2 to 4 dimensions"),
-        (lambda: TileMask.documents(torch.zeros(5)), "an integer tensor"),
-        (lambda: TileMask.from_cu_seqlens(torch.zeros(5), 5), "a 1-D integer tensor"),
+        (lambda: TileMask.documents(torch.zeros(5)), "an int32 or int64 tensor"),
+        (lambda: TileMask.documents(torch.zeros(5, dtype=torch.int16)), "an int32 or int64 tensor"),
+        (lambda: TileMask.documents(IDS.as_subclass(Odd)), "a subclass with no operations of its own, got Odd"),
+        (lambda: TileMask.from_cu_seqlens(torch.zeros(5), 5), "a 1-D int32 or int64 tensor"),
         (lambda: TileMask.from_cu_seqlens(torch.tensor([2, 5]), 5), "0 as its first entry"),
         (lambda: TileMask.from_cu_seqlens(torch.tensor([0, 4, 3]), 5), "never decrease"),
         (lambda: TileMask.from_cu_seqlens(torch.tensor([0, 6]), 5), "at most 5"),

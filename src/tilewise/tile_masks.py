@@ -22,6 +22,7 @@ from torch import Tensor
 from tilewise import settings
 from tilewise.errors import InvalidProblem
 from tilewise.masks import TileCounts
+from tilewise.subclasses import check_class
 from tilewise.tiles import (
     EMPTY,
     FULL,
@@ -39,7 +40,7 @@ from tilewise.tiles import (
 from tilewise.totals import check_totals
 from tilewise.units import format_bytes
 
-# Tiles that are still to be evaluated.
+# A tile that is still to be evaluated.
 UNKNOWN = -3
 # Of a map of 1 GiB.
 MAX_TILES = 2**28
@@ -500,7 +501,7 @@ class TileMask:
                 before = is_visible(old, self.bits, b, h, *at) & (j < self.seqlen_k)
             return torch.where(i < self.seqlen_q, before, more[b, h, (i - self.seqlen_q).clamp_min(0), j])
 
-        grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, bits=self.bits)
+        grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, self.bits)
         return grown._compact()  # noqa: SLF001
 
     def _compact(self) -> TileMask:
@@ -590,28 +591,26 @@ def _evaluated(tiles: Tensor, evaluate: Evaluate, seqlen_q: int, seqlen_k: int, 
 
 def _kernels(numbers: Tensor, shared: Sequence[int], lengths: Sequence[int]) -> Any:
     """The module whose kernels make a mask of these numbers; None if they cannot."""
-    plain = type(numbers) is Tensor and numbers.is_cuda and not torch.compiler.is_compiling()
-    if not plain or numbers.numel() == 0 or 0 in (*shared, *lengths):
+    if not numbers.is_cuda or numbers.numel() == 0 or 0 in (*shared, *lengths):
         return None
     _check_count(shared, lengths)
-    from tilewise.backends.gpu import releases
+    from tilewise.backends.gpu import tile_lists
 
-    # No trial judges these kernels on a newer release.
-    if releases.missing() is not None or not releases.is_known():
+    if not tile_lists.has_kernels(numbers):
         return None
     from tilewise.backends.gpu import mask_making
 
     return mask_making
 
 
-def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, **known: Any) -> TileMask:
+def _of_pairs(pairs: Pairs, seqlen_q: int, seqlen_k: int, tiles: Tensor, bits: Tensor | None = None) -> TileMask:
     """`_evaluated` by a function of pairs."""
 
     def evaluate(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
         i, j = _indices(m, seqlen_q)[:, :, None], _indices(n, seqlen_k)[:, None, :]
         return packed(pairs(b[:, None, None], h[:, None, None], i, j).expand(len(b), TILE, TILE))
 
-    return _evaluated(tiles, evaluate, seqlen_q, seqlen_k, **known)
+    return _evaluated(tiles, evaluate, seqlen_q, seqlen_k, bits)
 
 
 def _indices(tile: Tensor, length: int) -> Tensor:
@@ -742,14 +741,16 @@ def _check_boolean(name: str, shape: str, mask: Any) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not 2 <= mask.dim() <= 4:
         expected = f"a boolean tensor {shape} of 2 to 4 dimensions"
         raise InvalidProblem(name, expected, _shown(mask), "0 and 1 become a mask by .bool().")
+    check_class(name, mask)
 
 
 def _totals(cu_seqlens: Any, seqlen: int) -> Tensor:
     """Checked, on the CPU."""
     is_integer = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in INTEGERS
     if not is_integer or cu_seqlens.is_meta or cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        expected, fix = "a 1-D integer tensor with contents, of one entry or more", "Give running totals from 0."
+        expected, fix = "a 1-D int32 or int64 tensor with contents, of one entry or more", "Give running totals from 0."
         raise InvalidProblem("cu_seqlens", expected, _shown(cu_seqlens), fix)
+    check_class("cu_seqlens", cu_seqlens)
     totals: Tensor = cu_seqlens.to(device="cpu", dtype=torch.int64)
     check_totals("cu_seqlens", totals.tolist(), seqlen)
     return totals
@@ -795,8 +796,9 @@ def _prefixes(lengths: Any) -> Tensor:
 def _ids(name: str, ids: Any) -> Tensor:
     """Integers as (batch, seqlen)."""
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS or ids.dim() not in (1, 2):
-        fix = "Convert it with torch.as_tensor."
-        raise InvalidProblem(name, "an integer tensor (seqlen,) or (batch, seqlen)", _shown(ids), fix)
+        fix = "Convert it with torch.as_tensor or .long()."
+        raise InvalidProblem(name, "an int32 or int64 tensor (seqlen,) or (batch, seqlen)", _shown(ids), fix)
+    check_class(name, ids)
     found = ids.to(torch.int64)
     return found if found.dim() == 2 else found[None]
 
@@ -804,8 +806,9 @@ def _ids(name: str, ids: Any) -> Tensor:
 def _ranges(name: str, ends: Any) -> Tensor:
     """Integers as (batch, heads, length, ranges)."""
     if not isinstance(ends, Tensor) or ends.dtype not in INTEGERS or not 1 <= ends.dim() <= 4:
-        fix = "Give one number per row, as an integer tensor."
-        raise InvalidProblem(name, "an integer tensor of 1 to 4 dimensions", _shown(ends), fix)
+        fix = "Give one number per row."
+        raise InvalidProblem(name, "an int32 or int64 tensor of 1 to 4 dimensions", _shown(ends), fix)
+    check_class(name, ends)
     found = ends.to(torch.int64)
     if found.dim() == 4:
         return found

@@ -11,11 +11,17 @@ from tilewise.problem import AttentionProblem
 from tilewise.tiles import bits_by_queries, lists_of
 
 
+def has_kernels(tensor: Tensor) -> bool:
+    """Whether the kernels that make masks and their lists can run. Neither a compiler that traces nor fake tensors know
+    them, and no trial judges them on a newer release of Triton.
+    """
+    plain = type(tensor) is Tensor and tensor.is_cuda and not torch.compiler.is_compiling()
+    return plain and releases.missing() is None and releases.is_known()
+
+
 def made(tile_map: Tensor) -> Tensor:
     """The lists of a map: by two kernels, or by many where these cannot run."""
-    # Neither a compiler that traces nor fake tensors know the two.
-    plain = type(tile_map) is Tensor and tile_map.is_cuda and not torch.compiler.is_compiling()
-    if not plain or releases.missing() is not None or not releases.is_known():
+    if not has_kernels(tile_map):
         return lists_of(tile_map)
     from tilewise.backends.gpu import listing
 
