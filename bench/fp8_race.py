@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import os
 import statistics
@@ -24,9 +23,8 @@ from torch import Tensor
 
 import tilewise as tw
 from suite.inputs import SCORES
-from suite.measuring import commit, device_seconds
+from suite.measuring import device_seconds, store
 from tilewise import fp8
-from tilewise.bench.machine import machine, versions
 
 TOKENS, CHANNELS = 16384, 2048
 ROUNDS, REPEATS = 9, 4
@@ -163,9 +161,7 @@ def main() -> None:
                     cells.append(cell := raced(head_dim, seqlen, causal, kind))
                     print(*(f"{k} {v}" for k, v in cell.items()), sep=", ", flush=True)
     if args.json:
-        what = "TFLOP/s of the forward in e4m3 next to bf16, medians of rounds in turn"
-        facts = {"what": what, "machine": machine(), "versions": versions(), "commit": commit()}
-        args.json.write_text(json.dumps(facts | {"cells": cells}, indent=1) + "\n")
+        store(args.json, "TFLOP/s of the forward in e4m3 next to bf16, medians of rounds in turn", cells=cells)
 
 
 if __name__ == "__main__":

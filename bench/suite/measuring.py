@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import tilewise
+from tilewise.bench.machine import machine, versions
 from tilewise.bench.memory import peak_extra_memory
 from tilewise.bench.timing import Batch, Clock, CudaClock
 
-__all__ = ["HostClock", "allocated", "commit", "device_seconds", "extra_memory"]
+__all__ = ["HostClock", "allocated", "commit", "device_seconds", "extra_memory", "store"]
 
 
 class HostClock(Clock):
@@ -70,6 +73,12 @@ def allocated(run: Callable[[], object]) -> int:
     torch.cuda.synchronize()
     del result
     return torch.cuda.max_memory_allocated() - before
+
+
+def store(path: Path, what: str, **figures: Any) -> None:
+    """Write figures as JSON, with what they are and where they were measured."""
+    facts = {"what": what, "machine": machine(), "versions": versions(), "commit": commit()}
+    path.write_text(json.dumps(facts | figures, indent=1) + "\n")
 
 
 def commit() -> str | None:

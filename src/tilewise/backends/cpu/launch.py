@@ -446,17 +446,17 @@ def _run_forward(problem: AttentionProblem, operands: Operands, out: Tensor, lse
     run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
 
 
-# Operands whose address is all that a kernel needs of them, beside their signature; the first are always there.
+# Operands of which only the address changes between calls of one signature, and the slot of that address.
 ADDRESSED = {
     "q": f.Q, "k": f.K, "v": f.V, "cu_seqlens_q": f.CU_SEQLENS_Q, "block_table": f.BLOCK_TABLE,
     "seqlens_k": f.SEQLENS_K, "sinks": f.SINKS, "k_scale": f.K_SCALES, "v_scale": f.V_SCALES, "out": f.OUT,
 }  # fmt: skip
-TOTALS, ENDS, OUT = (Operands._fields.index(name) for name in ("cu_seqlens_q", "seqlens_k", "out"))
+TOTALS, LENGTHS, OUT = (Operands._fields.index(name) for name in ("cu_seqlens_q", "seqlens_k", "out"))
 
 
 class Repeated:
-    """`forward` for paged tensors of one signature. Keeps all but addresses while lengths stay the same: from layer to
-    layer of a step.
+    """`forward` for paged tensors of one signature. While lengths stay the same, as they do in all layers of a decoding
+    step, only addresses are filled in.
     """
 
     __slots__ = ("_last", "_lse_shape", "_positions", "_problem", "made")
@@ -472,8 +472,9 @@ class Repeated:
         """See tilewise.backends.base.Bound."""
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-        totals, ends = tensors[TOTALS], tensors[ENDS]
-        key = threads.num_threads(), b"" if totals is None else totals.numpy().tobytes(), ends.numpy().tobytes()
+        totals, seqlens_k = tensors[TOTALS], tensors[LENGTHS]
+        starts = b"" if totals is None else totals.numpy().tobytes()
+        key = threads.num_threads(), starts, seqlens_k.numpy().tobytes()
         last = self._last
         if last is None or last[0] != key:
             self._last = last = key, self._call(Operands(*tensors), key[0])
