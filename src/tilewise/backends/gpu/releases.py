@@ -13,7 +13,14 @@ import functools
 import importlib
 import importlib.util
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any, dataclass_transform
+
+if TYPE_CHECKING:  # what a class of device values looks like to a type checker
+
+    @dataclass_transform()
+    def aggregate(cls: Any) -> Any:
+        """See `_names`."""
+
 
 # Releases on which all tests ran.
 OLDEST, NEWEST = (3, 6), (3, 9)
@@ -94,9 +101,23 @@ def _names() -> dict[str, Any]:
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)  # noqa: SLF001
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
 
+    wrapped = _first(gluon, "aggregate") or core._aggregate  # noqa: SLF001
+
+    def aggregate(cls):
+        """A class of device values. Its constructor takes the annotated fields in order."""
+        fields = tuple(cls.__annotations__)
+
+        def __init__(self, *values):  # noqa: N807
+            for name, value in zip(fields, values, strict=True):
+                setattr(self, name, value)
+
+        setattr(__init__, "__triton_builtin__", True)  # noqa: B010
+        cls.__init__ = __init__
+        return wrapped(cls)
+
     return {
         "GluonASTSource": GluonASTSource,
-        "aggregate": _first(gluon, "aggregate") or core._aggregate,  # noqa: SLF001
+        "aggregate": aggregate,
         "async_load": _first(tma, "async_load", "async_copy_global_to_shared"),
         "async_store": _first(tma, "async_store", "async_copy_shared_to_global"),
         "barrier": _first(gl, "barrier", "thread_barrier"),

@@ -18,7 +18,7 @@ from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
 
-__all__ = ["BACKEND", "HopperBackend", "computes_gradients", "decodes", "reads_few_latents", "reads_latents"]
+__all__ = ["BACKEND", "HopperBackend", "computes_gradients", "decodes", "reads_latents"]
 
 DTYPES = (torch.float16, torch.bfloat16)
 # TMA needs strides that are multiples of 16 bytes: 8 elements of 16 bits.
@@ -46,8 +46,9 @@ FP8_HEAD_DIM_STEP, FP8_WIDTHS, FP8_BLOCK = 16, (64, 128, 256), 128
 # Latents: V is LATENT_DIM_V columns of keys that have up to LATENT_REST more. CTAs of 64 rows read them for up to
 # MAX_LATENT_ROWS query rows a K/V head at the same time.
 LATENT_DIM_V, LATENT_REST, MAX_LATENT_ROWS = 512, 64, 512
-# The decode kernel reads e4m3 latents for so many rows: their O fits next to a converted piece of V.
-FEW_LATENT_ROWS = 16
+# Up to FEW_LATENT_ROWS the decode kernel reads them; e4m3 ones up to FEW_E4M3_ROWS, whose O fits next to a converted
+# piece of V.
+FEW_LATENT_ROWS, FEW_E4M3_ROWS = 32, 16
 
 
 class HopperBackend(GpuBackend):
@@ -75,9 +76,10 @@ class HopperBackend(GpuBackend):
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:
         """(query rows, keys) of a forward tile."""
         del device
-        if reads_latents(problem):
+        latents = reads_latents(problem)
+        if latents and problem.seqlen_q * problem.group_size > FEW_LATENT_ROWS:
             return TileShape(64, 64)
-        if decodes(problem):
+        if latents or decodes(problem):
             module = importlib.import_module("tilewise.backends.hopper.decode_configs")
             tile = module.decode_config(problem, packed_queries=True)
             return TileShape(tile.ROWS, tile.BLOCK_N)
@@ -89,7 +91,7 @@ class HopperBackend(GpuBackend):
 
     def fp8_path(self, problem: AttentionProblem) -> str:
         """How 8-bit operands are computed with, for `explain()`."""
-        if decodes(problem):
+        if decodes(problem) or reads_latents(problem):
             read = f"{', '.join(problem.fp8)} read as {problem.codes}"
             return f"{read} and widened to fp16 in registers, probabilities in fp16"
         pays = "" if max(problem.head_dim, problem.head_dim_v) > 64 else "; hardly faster than 16 bits at this head_dim"
@@ -134,16 +136,10 @@ def computes_gradients(problem: AttentionProblem) -> bool:
 
 
 def reads_latents(problem: AttentionProblem) -> bool:
-    """Whether the kernel for latents serves a problem: V is the first columns of K, and both are read at once."""
+    """Whether kernels serve a problem that read latents once: V is the first columns of K."""
     wide = 0 < problem.head_dim - problem.head_dim_v <= LATENT_REST and problem.head_dim_v == LATENT_DIM_V
-    return problem.latent and wide and not (problem.needs_grad or problem.fp8)
-
-
-def reads_few_latents(problem: AttentionProblem) -> bool:
-    """Whether the decode kernel reads a problem's e4m3 pages of latents once for K and V."""
-    wide = 0 < problem.head_dim - problem.head_dim_v <= LATENT_REST and problem.head_dim_v == LATENT_DIM_V
-    few = problem.seqlen_q * problem.group_size <= FEW_LATENT_ROWS
-    return problem.latent and wide and few and problem.fp8 == ("k", "v") and decodes(problem)
+    few = problem.fp8 == ("k", "v") and problem.seqlen_q * problem.group_size <= FEW_E4M3_ROWS
+    return problem.latent and wide and not problem.needs_grad and (few or not problem.fp8)
 
 
 def _latent_refusals(problem: AttentionProblem) -> Iterator[str]:
@@ -152,8 +148,11 @@ def _latent_refusals(problem: AttentionProblem) -> Iterator[str]:
         yield f"{rows} query rows a K/V head: latents are read for at most {MAX_LATENT_ROWS} at once"
     if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
         yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
-    if problem.head_dim % HEAD_DIM_STEP:
-        yield f"head_dim {problem.head_dim} is not a multiple of {HEAD_DIM_STEP}"
+    if problem.fp8 and problem.page_size is None:
+        yield "e4m3 latents that are not in pages: their scales are those of pages"
+    step = FP8_HEAD_DIM_STEP if problem.fp8 else HEAD_DIM_STEP
+    if problem.head_dim % step:
+        yield f"head_dim {problem.head_dim} is not a multiple of {step}"
     if problem.tiles_shape is not None:
         yield "tile mask of latents: their kernel has none"
     if problem.batch_invariant:
@@ -182,9 +181,10 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield from _paged_refusals(problem, problem.page_size)
     if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k):
         yield "there is nothing to compute (no sequence, no query or no key)"
-    if problem.int8 and not decodes(problem):
+    few = latents or decodes(problem)
+    if problem.int8 and not few:
         yield "k, v in int8: only the decode kernel widens them"
-    if problem.fp8 and not decodes(problem):
+    if problem.fp8 and not few:
         yield from _fp8_refusals(problem)
     features = problem.features
     for name in ("alibi", "bias", "mask", "dropout"):
@@ -196,8 +196,7 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         return
     if problem.tiles_shape is not None:
         yield from _tile_mask_refusals(problem)
-    widths = () if reads_few_latents(problem) else (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v))
-    for name, size in widths:
+    for name, size in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if size % HEAD_DIM_STEP or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             yield f"{name} {size} is not a multiple of {HEAD_DIM_STEP} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     if (problem.head_dim > MAX_COLUMNS) != (problem.head_dim_v > MAX_COLUMNS):
@@ -247,8 +246,8 @@ def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
         yield f"over {FEW_WIDE_ROWS} query rows and converted keys of {problem.head_dim} columns do not fit registers"
     if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
         yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
-    if problem.fp8 and max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS and not reads_few_latents(problem):
-        latents = f", except latents of {LATENT_DIM_V} + {LATENT_REST} for at most {FEW_LATENT_ROWS} query rows"
+    if problem.fp8 and max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS:
+        latents = f", except latents of {LATENT_DIM_V} + {LATENT_REST} for at most {FEW_E4M3_ROWS} query rows"
         yield f"e4m3 pages of more than {MAX_COLUMNS} columns do not fit the registers{latents} a K/V head"
     if problem.fp8 and (problem.fp8 != ("k", "v") or problem.page_size is None):
         yield f"{', '.join(problem.fp8)} in e4m3: decoding takes e4m3 keys and values in pages, beside q in 16 bits"

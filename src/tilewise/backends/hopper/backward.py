@@ -70,22 +70,6 @@ class Pipeline:
     key_ring: Ring
     tiles: Mailbox
 
-    @gluon.constexpr_function
-    def __init__(
-        self, q_smem, dout_smem, stats_smem, units_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles
-    ):
-        self.q_smem = q_smem
-        self.dout_smem = dout_smem
-        self.stats_smem = stats_smem
-        self.units_smem = units_smem
-        self.k_smem = k_smem
-        self.v_smem = v_smem
-        self.ds_smem = ds_smem
-        self.dq_smem = dq_smem
-        self.query_ring = query_ring
-        self.key_ring = key_ring
-        self.tiles = tiles
-
 
 # ---- producer
 

@@ -68,19 +68,6 @@ class Pipeline:
     key_ring: Ring
     tiles: Mailbox
 
-    @gluon.constexpr_function
-    def __init__(self, q_smem, dout_smem, k_smem, v_smem, stats_smem, p_smem, q_ring, dout_ring, key_ring, tiles):
-        self.q_smem = q_smem
-        self.dout_smem = dout_smem
-        self.k_smem = k_smem
-        self.v_smem = v_smem
-        self.stats_smem = stats_smem
-        self.p_smem = p_smem
-        self.q_ring = q_ring
-        self.dout_ring = dout_ring
-        self.key_ring = key_ring
-        self.tiles = tiles
-
 
 # ---- producer
 

@@ -25,12 +25,6 @@ class Cursor:
     parity: gl.tensor
     NUM_SLOTS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(self, slot, parity, NUM_SLOTS):
-        self.slot = slot
-        self.parity = parity
-        self.NUM_SLOTS = gl.constexpr(NUM_SLOTS)
-
     @gluon.jit
     def next(self):
         """The following slot; a new round begins after the last one."""
@@ -62,11 +56,6 @@ class Ring:
 
     ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, ready, empty):
-        self.ready = ready
-        self.empty = empty
 
     @gluon.jit
     def acquire(self, at, NUM_BYTES: gl.constexpr):
@@ -114,12 +103,6 @@ class Mailbox:
     values: gl.shared_memory_descriptor
     ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, values, ready, empty):
-        self.values = values
-        self.ready = ready
-        self.empty = empty
 
     @gluon.jit
     def send(self, at, words):

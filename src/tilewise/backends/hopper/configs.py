@@ -53,7 +53,8 @@ D64_QUAD = ForwardTile(BLOCK_N=64, NUM_STAGES=4, CTAS_PER_SM=2)
 # Three consumers share a slot: the arrivals that merged barriers save outweigh the later start of Q K^T. Pinned
 # exponentials are slower here: the products of the other warpgroups overlap them.
 D64_BANDED = ForwardTile(NUM_WARPGROUPS=3, NUM_STAGES=4, MERGE_KV=True, PIN_EXP=False, IS_LAZY=True, INTEGER_MAX=True)
-# Without a mask, it is faster to round P right after its exponentials than right before its product.
+# Without a mask, it is faster to round P right after its exponentials than right before its product, unless maxima are
+# kept.
 D64 = replace(D64_BANDED, CARRY_PAIRS=True)
 # With two consumers, separate barriers win: Q K^T can start before V arrives.
 D128 = ForwardTile(IS_LAZY=True, RESCALE_EARLY=True)
@@ -379,7 +380,7 @@ def _forward_tile(problem: AttentionProblem) -> ForwardTile:
         crowded = crowded or (problem.batch_invariant and packed)
         if crowded or rows <= most_rows or (not packed and problem.seqlen_k <= most_keys):
             return D64_QUAD
-        return D64_BANDED if banded else D64
+        return D64_BANDED if banded or problem.max_logits else D64
     if width == 128:
         return D128_TOP if problem.max_logits and not banded else D128
     if width == 192:

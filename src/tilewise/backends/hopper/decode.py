@@ -19,7 +19,8 @@ bytes and treats them as the elements that wgmma expects of it:
   V^T (columns x keys)  2 adjacent bytes for every 64 columns are the thread's rows of the operand, hence of O^T
 Both are exact in fp16. One instruction converts two e4m3 numbers (for bf16 it would take three), and three convert two
 int8 ones.
-D_REST (e4m3 latents): one tile is K, and V in its first columns. Both are converted in pieces of 128 columns.
+D_REST (latents): one tile is K, and V in its first columns. 8-bit ones are converted in pieces of 128 columns. A second
+kernel merges the parts (latent.py), because one CTA would take long for their rows of 512 columns.
 
 Figures: bench/results/hopper-decode-choices.csv.
 """
@@ -45,7 +46,17 @@ from tilewise.backends.hopper.decode_schedule import (
     spans_of,
 )
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
-from tilewise.backends.hopper.primitives import LN2, LOG2E, NEG_INF, exp2, log2, rebuilt, widened
+from tilewise.backends.hopper.primitives import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    await_kernel_before,
+    exp2,
+    let_next_start,
+    log2,
+    rebuilt,
+    widened,
+)
 from tilewise.backends.hopper.scores import capped, sink_weight
 
 # Page ids that the producer reads speculatively, one per lane of its warp.
@@ -68,17 +79,6 @@ class Pipeline:
     v_smem: gl.shared_memory_descriptor
     k_ring: Ring
     v_ring: Ring
-
-    @gluon.constexpr_function
-    def __init__(self, q_smem, q_rest, p_smem, k_smem, k_rest, v_smem, k_ring, v_ring):
-        self.q_smem = q_smem
-        self.q_rest = q_rest
-        self.p_smem = p_smem
-        self.k_smem = k_smem
-        self.k_rest = k_rest
-        self.v_smem = v_smem
-        self.k_ring = k_ring
-        self.v_ring = v_ring
 
 
 # ---- producer
@@ -160,30 +160,54 @@ def fetch_pages(
 
 
 @gluon.jit
-def fetch(desc, smem, at, ring, span, head, row, pages, page_rows, D: gl.constexpr, C: gl.constexpr):
-    """Start the copy of a key tile into the ring."""
-    ready = ring.acquire(at, C.BLOCK_N * D * C.ITEMSIZE)
+def fetch_columns(
+    desc, smem, at, ready, span, head, row, pages, page_rows, FIRST: gl.constexpr, D: gl.constexpr, C: gl.constexpr
+):
+    """Start the copies of D columns from FIRST on of a key tile."""
     if C.IS_PAGED:
-        fetch_pages(desc, smem, at.slot, ready, span, head, row, pages, page_rows, 0, D, C)
+        fetch_pages(desc, smem, at.slot, ready, span, head, row, pages, page_rows, FIRST, D, C)
     else:
         # A box has at most 256 columns.
         COLUMNS: gl.constexpr = min(D, 256)
         DIM: gl.constexpr = 4 if C.IS_VARLEN else 3
         for part in gl.static_range(D // COLUMNS):
             box = smem.index(at.slot).slice(part * COLUMNS, COLUMNS, dim=DIM)
-            async_load(desc, tile_at(span, head, row, part * COLUMNS, C.IS_VARLEN), ready, box)
+            async_load(desc, tile_at(span, head, row, FIRST + part * COLUMNS, C.IS_VARLEN), ready, box)
+
+
+@gluon.jit
+def fetch(desc, smem, at, ring, span, head, row, pages, page_rows, D: gl.constexpr, C: gl.constexpr):
+    """Start the copy of a key tile into the ring."""
+    ready = ring.acquire(at, C.BLOCK_N * D * C.ITEMSIZE)
+    fetch_columns(desc, smem, at, ready, span, head, row, pages, page_rows, 0, D, C)
 
 
 @gluon.jit
 def fetch_latents(desc, rest, at, span, head, row, pages, page_rows, pipe, C: gl.constexpr):
     """Start the copy of a tile of latents, which are K and V, into the ring."""
     ready = pipe.k_ring.acquire(at, C.BLOCK_N * (C.D + C.D_REST) * C.ITEMSIZE)
-    fetch_pages(desc, pipe.k_smem, at.slot, ready, span, head, row, pages, page_rows, 0, C.D, C)
-    fetch_pages(rest, pipe.k_rest, at.slot, ready, span, head, row, pages, page_rows, C.D, C.D_REST, C)
+    fetch_columns(desc, pipe.k_smem, at, ready, span, head, row, pages, page_rows, 0, C.D, C)
+    fetch_columns(rest, pipe.k_rest, at, ready, span, head, row, pages, page_rows, C.D, C.D_REST, C)
 
 
 @gluon.jit
-def producer(k_desc, k_rest, v_desc, lengths, paging, sizes, pipe, LANE: gl.constexpr, C: gl.constexpr):
+def clear_tail(out, lse, cu_seqlens_q, sizes, C: gl.constexpr):
+    """Zeros in the rows of out that belong to no sequence, -inf in their lse. All CTAs share them, one warp of each."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    DV: gl.constexpr = C.DV
+    cols = gl.arange(0, DV, LAYOUT)
+    zeros = gl.zeros([DV], out[0].dtype.element_ty, LAYOUT)
+    first = gl.load(cu_seqlens_q + sizes.batch) + gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    for i in range(first, sizes.total_q, gl.num_programs(0) * gl.num_programs(1)):
+        row = gl.to_tensor(i)
+        for j in range(sizes.num_kv_heads * C.GROUP_SIZE):
+            head = gl.to_tensor(j)
+            gl.store(out[0] + place_rows(out, 0, row, 0, head, C) + cols, zeros)
+            gl.store(lse[0] + place_rows(lse, 0, row, 0, head, C), NEG_INF)
+
+
+@gluon.jit
+def producer(k_desc, k_rest, v_desc, out, lse, lengths, paging, sizes, pipe, LANE: gl.constexpr, C: gl.constexpr):
     """Feed the rings with the tiles of this CTA's share."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     at = start(C.NUM_STAGES)
@@ -204,15 +228,16 @@ def producer(k_desc, k_rest, v_desc, lengths, paging, sizes, pipe, LANE: gl.cons
         pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
         for _i in range(steps):
             # Look up the next tile's pages after K is requested, so that K does not wait for it. 8-bit pages: before
-            # the wait for a slot; the other order was not measured there.
+            # the wait for a slot, which takes as long.
             if C.IS_FP8:
                 following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
             if C.D_REST:
                 fetch_latents(k_desc, k_rest, at, keys, head, row, pages, paging[2], pipe, C)
             else:
                 fetch(k_desc, pipe.k_smem, at, pipe.k_ring, keys, head, row, pages, paging[2], C.D, C)
-                if not C.IS_FP8:
-                    following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
+            if not C.IS_FP8:
+                following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
+            if not C.D_REST:
                 fetch(v_desc, pipe.v_smem, at, pipe.v_ring, keys, head, row, pages, paging[3], C.DV, C)
             at = at.next()
             row += BLOCK_N
@@ -221,6 +246,8 @@ def producer(k_desc, k_rest, v_desc, lengths, paging, sizes, pipe, LANE: gl.cons
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
         span = spans_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
+    if C.D_REST and C.PACKED_Q and LANE == 0:
+        clear_tail(out, lse, lengths[0], sizes, C)
 
 
 # ---- consumer
@@ -235,7 +262,7 @@ def load_query_rest(q, batch_idx, q_start, seqlen_q, head, C: gl.constexpr):
     token = rows // C.GROUP_SIZE
     offsets = place_rows(q, batch_idx, q_start, token, head * C.GROUP_SIZE + rows % C.GROUP_SIZE, C)
     ok = (token < seqlen_q)[:, None] & (cols < C.HEAD_DIM)[None, :]
-    return gl.load(q[0] + offsets[:, None] + cols[None, :], mask=ok, other=0.0).to(gl.float32)
+    return gl.load(q[0] + offsets[:, None] + cols[None, :], mask=ok, other=0.0)
 
 
 @gluon.jit
@@ -258,7 +285,7 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
         values = values.to(gl.float32)
         largest = gl.max(gl.abs(values), axis=1)
         if C.D_REST:
-            rest = load_query_rest(q, batch_idx, q_start, seqlen_q, head, C)
+            rest = load_query_rest(q, batch_idx, q_start, seqlen_q, head, C).to(gl.float32)
             ROW: gl.constexpr = gl.SliceLayout(1, rest.type.layout)
             largest = gl.maximum(largest, gl.convert_layout(gl.max(gl.abs(rest), axis=1), gl.SliceLayout(1, LAYOUT)))
             rest = rest * gl.convert_layout(1.0 / power_of_two(largest), ROW)[:, None]
@@ -266,6 +293,8 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
         units = power_of_two(largest)
         values = values * (1.0 / units)[:, None]
         units = gl.convert_layout(units, gl.SliceLayout(0, accumulator_layout(C.ROWS)))
+    elif C.D_REST:
+        pipe.q_rest.index(0).store(load_query_rest(q, batch_idx, q_start, seqlen_q, head, C))
     pipe.q_smem.index(0).store(values.to(pipe.q_smem.dtype))
     fence_async_shared()  # orders the stores above before wgmma's reads
     return units
@@ -337,9 +366,24 @@ def issue_scores(smem, here, pipe, C: gl.constexpr):
 
 
 @gluon.jit
-def score_latents(slot, pipe, C: gl.constexpr):
-    """Compute S^T = K Q^T of a tile of latents and wait for it, KEY_PIECE columns at a time: a converted operand of all
-    would not fit the registers. The next piece is converted while the one before is multiplied.
+def score_latents(slot, here, pipe, C: gl.constexpr):
+    """Compute S^T = K Q^T of a tile of latents in 16 bits and wait for it; `here` is 0."""
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    ROWS: gl.constexpr = C.ROWS
+    D: gl.constexpr = C.D
+    D_REST: gl.constexpr = C.D_REST
+    zeros = gl.zeros([BLOCK_N, ROWS], gl.float32, accumulator_layout(C.ROWS))
+    k = pipe.k_smem.index(slot).reshape([BLOCK_N, D])
+    rest = pipe.k_rest.index(slot).reshape([BLOCK_N, D_REST])
+    scores = warpgroup_mma(rest, pipe.q_rest.index(here).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma(k, pipe.q_smem.index(here).permute([1, 0]), scores, is_async=True)
+    return warpgroup_mma_wait(0, deps=[scores])
+
+
+@gluon.jit
+def score_pieces(slot, pipe, C: gl.constexpr):
+    """Compute S^T = K Q^T of a tile of 8-bit latents and wait for it, KEY_PIECE columns at a time: a converted operand
+    of all would not fit the registers. The next piece is converted while the one before is multiplied.
     """
     BLOCK_N: gl.constexpr = C.BLOCK_N
     ROWS: gl.constexpr = C.ROWS
@@ -362,8 +406,8 @@ def score_latents(slot, pipe, C: gl.constexpr):
 
 
 @gluon.jit
-def add_latents(acc, others, alpha, slot, pipe, C: gl.constexpr):
-    """Compute O^T = O^T * alpha + V^T P^T and wait for it, VALUE_PIECE columns of V at a time."""
+def add_pieces(acc, others, alpha, slot, pipe, C: gl.constexpr):
+    """Compute O^T = O^T * alpha + V^T P^T of 8-bit latents and wait for it, VALUE_PIECE columns of V at a time."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     D: gl.constexpr = C.D
     PIECE: gl.constexpr = VALUE_PIECE
@@ -381,7 +425,7 @@ def add_latents(acc, others, alpha, slot, pipe, C: gl.constexpr):
 @gluon.jit
 def whole(acc, others, C: gl.constexpr):
     """O^T of all columns of V."""
-    if C.D_REST:
+    if C.D_REST and C.IS_FP8:
         DV: gl.constexpr = C.DV
         ROWS: gl.constexpr = C.ROWS
         pieces = gl.join(gl.join(acc, others[0]), gl.join(others[1], others[2]))
@@ -421,7 +465,7 @@ def attend(
     pipe,
     C: gl.constexpr,
 ):
-    """One key tile: S^T = K Q^T, softmax over the keys, O^T += V^T P^T. `others`: further pieces of a latent's O^T.
+    """One key tile: S^T = K Q^T, softmax over the keys, O^T += V^T P^T. `others`: more pieces of an 8-bit latent's O^T.
 
     `top` is the running maximum of P's exponents, in log2 units. `sums` [BLOCK_N, ROWS] is summed over keys only at the
     end. Scales of V multiply P, but not the sums.
@@ -432,8 +476,11 @@ def attend(
     # Tiles of wide heads stay in their only slots, and have more descriptors than a thread has registers to spare.
     WIDE: gl.constexpr = D > 256
     pipe.k_ring.wait(at)
-    if C.D_REST:
-        scores = score_latents(at.slot, pipe, C)
+    if C.D_REST and C.IS_FP8:
+        scores = score_pieces(at.slot, pipe, C)
+    elif C.D_REST:
+        here = rebuilt(0, at.parity, True)
+        scores = score_latents(at.slot + here, here, pipe, C)
     else:
         k_smem = pipe.k_smem.index(rebuilt(at.slot, at.parity, WIDE)).reshape([BLOCK_N, D])
         scores = issue_scores(k_smem, rebuilt(0, at.parity, WIDE), pipe, C)
@@ -459,8 +506,12 @@ def attend(
     if C.IS_FP8:
         terms = exp2(scores - shift[None, :])
     sums = sums * alpha[None, :] + terms
-    if C.D_REST:
-        acc, others = add_latents(acc, others, alpha, at.slot, pipe, C)
+    if C.D_REST and C.IS_FP8:
+        acc, others = add_pieces(acc, others, alpha, at.slot, pipe, C)
+        pipe.k_ring.release(at)
+    elif C.D_REST:
+        v_smem = pipe.k_smem.index(rebuilt(at.slot, at.parity, True)).reshape([BLOCK_N, DV])
+        acc = add_values(acc * alpha[None, :], v_smem, pipe, C)
         pipe.k_ring.release(at)
     else:
         pipe.v_ring.wait(at)
@@ -479,7 +530,7 @@ def consumer(
     LAYOUT: gl.constexpr = accumulator_layout(C.ROWS)
     BLOCK_N: gl.constexpr = C.BLOCK_N
     ROWS: gl.constexpr = C.ROWS
-    COLUMNS: gl.constexpr = VALUE_PIECE if C.D_REST else C.DV
+    COLUMNS: gl.constexpr = VALUE_PIECE if C.D_REST and C.IS_FP8 else C.DV
     at = start(C.NUM_STAGES)
     program = gl.program_id(0) * C.LANES + LANE
     asked = ()
@@ -494,7 +545,7 @@ def consumer(
         units = load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C)
         acc = gl.zeros([COLUMNS, ROWS], gl.float32, LAYOUT)
         others = ()
-        if C.D_REST:
+        if C.D_REST and C.IS_FP8:
             others = (acc, acc, acc)
         top = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(0, LAYOUT))
         sums = gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT)
@@ -512,8 +563,16 @@ def consumer(
             scales = next_scales
         acc = whole(acc, others, C)
         row_sum = gl.sum(sums, axis=0)
+        if C.D_REST:
+            if flat + steps >= end:
+                let_next_start()
+            if tile == 0:
+                say_parts(counters_ptr, batch_idx * sizes.num_kv_heads + head, total, flat, count, C)
         if steps == count:
             store_item(acc, top, row_sum, out, lse, sinks_ptr, batch_idx, q_start, seqlen_q, head, C)
+        elif C.D_REST:
+            part = 2 * program + gl.where(tile == 0, 1, 0)
+            store_part(acc, top, row_sum, parts_ptr, stats_ptr, part, C)
         else:
             part = 2 * program + gl.where(tile == 0, 1, 0)
             store_part(acc, top, row_sum, parts_ptr, stats_ptr, part, C)
@@ -587,12 +646,14 @@ def decode_kernel(
     paging = (block_table, table_stride, k_page_rows, v_page_rows)
     scales = (k_scale, v_scale)
     pipe = make_pipeline(k_desc, k_rest, v_desc, C)
+    if C.D_REST:
+        await_kernel_before()
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.LANES == 1:
         gl.warp_specialize([
             (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging, scales,
                         scale_log2, cap_scale, sizes, pipe, 0, C)),
-            (producer, (k_desc, k_rest, v_desc, lengths, paging, sizes, pipe, 0, C)),
+            (producer, (k_desc, k_rest, v_desc, out, lse, lengths, paging, sizes, pipe, 0, C)),
         ], [1], [C.PRODUCER_REGS])  # fmt: skip
     else:
         other = make_pipeline(k_desc, k_rest, v_desc, C)
@@ -601,8 +662,8 @@ def decode_kernel(
                         scale_log2, cap_scale, sizes, pipe, 0, C)),
             (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging, scales,
                         scale_log2, cap_scale, sizes, other, 1, C)),
-            (producer, (k_desc, k_rest, v_desc, lengths, paging, sizes, pipe, 0, C)),
-            (producer, (k_desc, k_rest, v_desc, lengths, paging, sizes, other, 1, C)),
+            (producer, (k_desc, k_rest, v_desc, out, lse, lengths, paging, sizes, pipe, 0, C)),
+            (producer, (k_desc, k_rest, v_desc, out, lse, lengths, paging, sizes, other, 1, C)),
         ], [4, 1, 1], [C.CONSUMER_REGS, C.PRODUCER_REGS, C.PRODUCER_REGS])  # fmt: skip
 
 
@@ -726,12 +787,30 @@ def store_item(acc, top, total, out, lse, sinks_ptr, batch_idx, q_start, seqlen_
 
 
 @gluon.jit
+def say_parts(items_ptr, item, all_tiles, begin, count, C: gl.constexpr):
+    """Store the first share that has a part of an item of `count` tiles from `begin` on, and their number."""
+    from_program = program_of(all_tiles, begin, C)
+    gl.store(items_ptr + 2 * item, from_program)
+    gl.store(items_ptr + 2 * item + 1, program_of(all_tiles, begin + count - 1, C) - from_program + 1)
+
+
+@gluon.jit
+def place_in_part(rows, cols, C: gl.constexpr):
+    """Where a part that a second kernel merges has a number of O: in blocks of 8 x 8, as wgmma's accumulators are."""
+    return rows // 8 * (8 * C.DV) + cols // 8 * 64 + rows % 8 * 8 + cols % 8
+
+
+@gluon.jit
 def store_part(acc, top, total, parts_ptr, stats_ptr, part, C: gl.constexpr):
     """Store this share's part of an item in the workspace: O row by row, and [maxima | sums]."""
     LAYOUT: gl.constexpr = accumulator_layout(C.ROWS)
     rows = gl.arange(0, C.ROWS, gl.SliceLayout(0, LAYOUT))
     cols = value_column(gl.arange(0, C.DV, gl.SliceLayout(1, LAYOUT)), C)
-    gl.store(parts_ptr + part * (C.ROWS * C.DV) + (rows * C.DV)[None, :] + cols[:, None], acc)
+    if C.D_REST:
+        at = parts_ptr + part.to(gl.int64) * (C.ROWS * C.DV) + place_in_part(rows[None, :], cols[:, None], C)
+    else:
+        at = parts_ptr + part * (C.ROWS * C.DV) + (rows * C.DV)[None, :] + cols[:, None]
+    gl.store(at, acc)
     gl.store(stats_ptr + part * (2 * C.ROWS) + rows, top)
     gl.store(stats_ptr + part * (2 * C.ROWS) + C.ROWS + rows, total)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tilewise.backends.hopper import LATENT_REST, reads_few_latents
+from tilewise.backends.hopper import LATENT_REST, reads_latents
 from tilewise.backends.hopper.configs import has_left, has_right
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
@@ -26,6 +26,8 @@ class DecodeTile:
 TILES = (DecodeTile(128, 1), DecodeTile(64, 1))
 # 8-bit numbers are converted in registers, which takes a warpgroup longer than loading: two keep up with memory.
 FP8_TILES = (DecodeTile(128, 2), DecodeTile(64, 2), *TILES)
+# Of latents in 16 bits, for few query rows. Two slots are in flight or in use.
+LATENT_TILE = TILES[1]
 # Of e4m3 latents. Two slots of a lane, 72 KiB, are in flight or in use.
 FP8_LATENT_TILE = FP8_TILES[1]
 # Both lanes get the same: O takes 64 registers of a thread in each.
@@ -56,7 +58,7 @@ class DecodeConfig(DecodeTile):
 
     ROWS          query tokens times heads of a group, padded: the columns of S^T
     D, DV         padded head dims
-    D_REST        of e4m3 latents: columns of K behind V's, padded; V is K's first D = DV columns
+    D_REST        of latents: columns of K behind V's, padded; V is K's first D = DV columns
     IS_UNIFORM    all sequences have the maximum length
     PACKED_Q      cu_seqlens_q is given
     PACKED_ROWS   queries and results are (token, head, column) rows
@@ -123,18 +125,20 @@ class LatentConfig:
     INTEGER_MAX: bool = False
     EXACT: bool = False
     NUM_STAGES: int = 2
-    MERGED_NUMBERS: int = MERGED_NUMBERS
+    ROWS: int = 64
     CONSUMER_REGS: int = 232
     PRODUCER_REGS: int = 40
 
 
-# Query rows of a CTA of the kernel for latents, and tiles of its share, at least: every share is a part to be merged.
-LATENT_ROWS, LATENT_TILES = 64, 4
-# Rows and columns that a program merges at a time, whole rows if there is a program for every SM; programs on an SM.
-LATENT_MERGED, LATENT_COLUMNS, LATENT_PROGRAMS = 4, 128, 6
-# Up to so many rows of parts the merge may start while the first kernel ends. It starts on the SMs that are free first,
+# How many rows of parts are written and merged in the time of a tile, see latent_shares.
+LATENT_MERGE_RATE = 1536
+# More parts of an item than this are shared by the warps of a program that merges.
+LATENT_PARTS = 32
+# Columns that a program merges: for many parts, for few, and for few if every SM still gets one. Programs per SM.
+LATENT_COLUMNS, LATENT_PROGRAMS = (16, 64, 256), 6
+# Of fewer rows of parts the merge may start while the first kernel ends. It starts on the SMs that are free first,
 # where more rows would crowd.
-LATENT_EARLY = 4096
+LATENT_EARLY = 8192
 
 
 def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentConfig:
@@ -159,31 +163,42 @@ def latent_config(problem: AttentionProblem, *, packed_queries: bool) -> LatentC
     )
 
 
-def latent_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceSpec) -> tuple[int, int]:
-    """(shares of the key tiles, tiles of query rows): together one CTA per SM, fewer for few keys."""
+def latent_grid(problem: AttentionProblem, config: LatentConfig | DecodeConfig, device: DeviceSpec) -> tuple[int, int]:
+    """(CTAs that share the key tiles, tiles of query rows): together at most one per SM."""
     rows = problem.group_size * tokens_of(problem, packed_queries=config.PACKED_Q)
-    blocks = -(-rows // LATENT_ROWS)
+    blocks = -(-rows // config.ROWS)
     items = problem.batch * problem.num_kv_heads
     tiles = items * -(-problem.seqlen_k // config.BLOCK_N)
-    limit = max(1, min(device.num_sms // blocks, -(-tiles // LATENT_TILES)))
-    return _evenly(limit, items, 1), blocks
+    limit = max(1, min(device.num_sms // blocks * config.LANES, tiles))
+    return _evenly(-(-latent_shares(tiles, rows, limit) // config.LANES), items, config.LANES), blocks
 
 
-def latent_merge_grid(problem: AttentionProblem, config: LatentConfig, device: DeviceSpec) -> tuple[int, int, int]:
-    """(items, programs that share the rows of one, those that share the columns)."""
+def latent_shares(tiles: int, rows: int, limit: int) -> int:
+    """The number of shares that takes the least time by estimate: tiles of the longest, and all parts to merge."""
+    return min(range(1, limit + 1), key=lambda n: (-(-tiles // n) + n * rows / LATENT_MERGE_RATE, n))
+
+
+def latent_merge_grid(
+    problem: AttentionProblem, config: LatentConfig | DecodeConfig, shares: int, device: DeviceSpec
+) -> tuple[tuple[int, int, int], int]:
+    """((items, programs that share the rows of one, those that share the columns), warps that share a row's parts)."""
     rows = problem.group_size * tokens_of(problem, packed_queries=config.PACKED_Q)
     items = problem.batch * problem.num_kv_heads
-    programs = min(-(-rows // LATENT_MERGED), max(1, LATENT_PROGRAMS * device.num_sms // items))
-    return items, programs, 1 if items * programs >= device.num_sms else config.DV // LATENT_COLUMNS
+    many, few, fewer = LATENT_COLUMNS
+    if shares > LATENT_PARTS * items:
+        return (items, -(-rows // 8), config.DV // many), 4
+    programs = min(-(-rows // 8), max(1, LATENT_PROGRAMS * device.num_sms // (items * (config.DV // fewer))))
+    enough = items * programs * (config.DV // fewer) >= device.num_sms
+    return (items, programs, config.DV // (fewer if enough else few)), 1
 
 
 def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: DecodeTile | None = None) -> DecodeConfig:
     """The configuration of a problem; `tile` replaces the table's choice."""
-    rest = LATENT_REST if reads_few_latents(problem) else 0
+    rest = LATENT_REST if reads_latents(problem) else 0
     d, dv = _padded(problem.head_dim - rest), _padded(problem.head_dim_v)
     rows = 1 << (problem.group_size * tokens_of(problem, packed_queries=packed_queries) - 1).bit_length()
     itemsize, uniform = 1 if problem.fp8 else 2, problem.kind == "dense"
-    chosen = tile or FP8_LATENT_TILE
+    chosen = tile or (FP8_LATENT_TILE if problem.fp8 else LATENT_TILE)
     if tile is None and not rest:
         chosen = next(t for t in _tiles(problem) if _fits(t, max(8, rows), d, dv, itemsize))
     return DecodeConfig(
@@ -214,7 +229,7 @@ def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: Deco
         ITEMSIZE=itemsize,
         FEW=0 if uniform or problem.fp8 else next((few for few in FEW_SEQUENCES if problem.batch <= few), 0),
         D_REST=rest,
-        **(FP8_LATENT_REGS if rest else {}),
+        **(FP8_LATENT_REGS if rest and problem.fp8 else {}),
     )
 
 

@@ -71,19 +71,6 @@ class Pipeline:
     p_ring: Ring
     tiles: Mailbox
 
-    @gluon.constexpr_function
-    def __init__(self, q_smem, k_smem, v_smem, p_smem, rows_smem, q_ring, k_ring, v_ring, p_ring, tiles):
-        self.q_smem = q_smem
-        self.k_smem = k_smem
-        self.v_smem = v_smem
-        self.p_smem = p_smem
-        self.rows_smem = rows_smem
-        self.q_ring = q_ring
-        self.k_ring = k_ring
-        self.v_ring = v_ring
-        self.p_ring = p_ring
-        self.tiles = tiles
-
 
 # ---- both warpgroups
 

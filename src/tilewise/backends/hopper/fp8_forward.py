@@ -81,17 +81,6 @@ class Fp8Pipeline:
     v_ring: Ring
     tiles: Mailbox
 
-    @gluon.constexpr_function
-    def __init__(self, q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles):
-        self.q_smem = q_smem
-        self.k_smem = k_smem
-        self.v_smem = v_smem
-        self.out_smem = out_smem
-        self.q_ring = q_ring
-        self.k_ring = k_ring
-        self.v_ring = v_ring
-        self.tiles = tiles
-
 
 @gluon.jit
 def value_slot(span, kv_head, tiles_per_head, sizes, C: gl.constexpr):

@@ -20,6 +20,8 @@ A warpgroup stores its own P there when it has multiplied with the other's, whic
 A slot has two halves: the columns that left adds, with those behind V, and the columns that right adds. Each half is
 loaded again as soon as its warpgroup is done with it, and scores begin with the half that is there first.
 
+Up to FEW_LATENT_ROWS query rows are read by the decode kernel instead, whose parts are merged here too.
+
 An item whose tiles all lie in one share is finished there. For other items every share writes a part (unnormalised O,
 maxima, sums) into the workspace, and `merge_latent_kernel` merges them in key order. So results repeat.
 """
@@ -33,15 +35,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from tilewise.backends.gpu.releases import aggregate, async_load
+from tilewise.backends.hopper import decode_configs
 from tilewise.backends.hopper.channels import Ring, make_ring, start
-from tilewise.backends.hopper.decode import finish, first_pages, guess_pages, look_up, place_rows
-from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, program_of, spans_of
+from tilewise.backends.hopper.decode import (
+    clear_tail,
+    finish,
+    first_pages,
+    guess_pages,
+    look_up,
+    place_in_part,
+    place_rows,
+    say_parts,
+)
+from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, spans_of
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import NEG_INF, await_kernel_before, exp2, let_next_start, pin, rebuilt
 from tilewise.backends.hopper.scores import beside, capped, no_rows, rescale, soften
 
 # Query rows of a CTA, columns of V in each warpgroup, and columns of a TMA box, which also hold those behind V.
 ROWS, HALF, PANEL = gl.constexpr(64), gl.constexpr(256), gl.constexpr(64)
+# What a program merges at a time.
+MERGED_NUMBERS = gl.constexpr(decode_configs.MERGED_NUMBERS)
 
 
 @aggregate
@@ -59,18 +73,6 @@ class Pipeline:
     left_ring: Ring
     right_ring: Ring
     told: Ring
-
-    @gluon.constexpr_function
-    def __init__(self, q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, told):
-        self.q_smem = q_smem
-        self.q_rest = q_rest
-        self.k_smem = k_smem
-        self.k_rest = k_rest
-        self.p_smem = p_smem
-        self.rows_smem = rows_smem
-        self.left_ring = left_ring
-        self.right_ring = right_ring
-        self.told = told
 
 
 # ---- producer
@@ -114,22 +116,6 @@ def fetch(desc, at, span, head, row, pages, page_rows, pipe, SIDE: gl.constexpr,
     """Fill the slot of left's or of right's tiles, beginning with the columns that its warpgroup adds."""
     fetch_half(desc, at, span, head, row, pages, page_rows, pipe, SIDE, C)
     fetch_half(desc, at, span, head, row, pages, page_rows, pipe, 1 - SIDE, C)
-
-
-@gluon.jit
-def clear_tail(out, lse, cu_seqlens_q, sizes, C: gl.constexpr):
-    """Zeros in the rows of out that belong to no sequence, -inf in their lse. All CTAs share them, one warp of each."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
-    DV: gl.constexpr = C.DV
-    cols = gl.arange(0, DV, LAYOUT)
-    zeros = gl.zeros([DV], out[0].dtype.element_ty, LAYOUT)
-    first = gl.load(cu_seqlens_q + sizes.batch) + gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
-    for i in range(first, sizes.total_q, gl.num_programs(0) * gl.num_programs(1)):
-        row = gl.to_tensor(i)
-        for j in range(sizes.num_kv_heads * C.GROUP_SIZE):
-            head = gl.to_tensor(j)
-            gl.store(out[0] + place_rows(out, 0, row, 0, head, C) + cols, zeros)
-            gl.store(lse[0] + place_rows(lse, 0, row, 0, head, C), NEG_INF)
 
 
 @gluon.jit
@@ -397,18 +383,12 @@ def consumer(
         row_sum = pipe.rows_smem.index(2).load(LAYOUT) + pipe.rows_smem.index(3).load(LAYOUT)
         part = part_of(program, tile)
         if SIDE == 0:
-            num_parts = 1
-            from_program = program
             if steps < count:
-                from_program = program_of(all_tiles, flat - tile, C)
-                num_parts = program_of(all_tiles, flat - tile + count - 1, C) - from_program + 1
                 rows = gl.arange(0, ROWS, LAYOUT)
                 gl.store(stats_ptr + part * (2 * ROWS) + rows, top)
                 gl.store(stats_ptr + part * (2 * ROWS) + ROWS + rows, row_sum)
             if (tile == 0) & (gl.program_id(1) == 0):  # one CTA begins an item, and says so for all
-                item = items_ptr + 2 * (batch_idx * sizes.num_kv_heads + head)
-                gl.store(item, from_program)
-                gl.store(item + 1, num_parts)
+                say_parts(items_ptr, batch_idx * sizes.num_kv_heads + head, all_tiles, flat, count, C)
         store_half(
             acc, top, row_sum, steps == count, out, lse, sinks_ptr, parts_ptr, part, batch_idx, q_start, seqlen_q,
             head, SIDE, C)  # fmt: skip
@@ -450,7 +430,7 @@ def store_half(
         if SIDE == 0:
             gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)
     else:
-        at = parts_ptr + part.to(gl.int64) * (ROWS * C.DV) + (place * C.DV)[:, None] + cols[None, :]
+        at = parts_ptr + part.to(gl.int64) * (ROWS * C.DV) + place_in_part(place[:, None], cols[None, :], C)
         gl.store(at, acc, mask=ok[:, None])
 
 
@@ -460,18 +440,19 @@ def store_half(
 )
 def merge_latent_kernel(
     out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, num_shares, sizes, C: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    COLUMNS: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
-    """Merge COLUMNS columns of an item's parts, a row in each warp. Grid: item, programs that share an item's rows,
-    columns // COLUMNS. Most items may have nothing to merge.
+    """Merge COLUMNS columns of an item's parts, which SPREAD warps share, 8 rows at a time. Grid: item, programs
+    that share an item's rows, columns // COLUMNS. Most items may have nothing to merge.
 
     The parts come from consecutive shares: the second part of the first one, which ends inside the item, then the first
     part of each other one.
     """
     WARPS: gl.constexpr = 4
-    PARTS: gl.constexpr = C.MERGED_NUMBERS // (COLUMNS * WARPS)
+    ROWS: gl.constexpr = C.ROWS
     DV: gl.constexpr = C.DV
-    LAYOUT: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
+    PARTS: gl.constexpr = MERGED_NUMBERS // (COLUMNS * 8)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [SPREAD, 1, WARPS // SPREAD], [2, 1, 0])
     BY_PART: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     MERGED: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     item = gl.program_id(0)
@@ -481,16 +462,17 @@ def merge_latent_kernel(
     if C.PACKED_Q:
         q_start = gl.load(cu_seqlens_q + batch_idx)
         seqlen_q = gl.load(cu_seqlens_q + batch_idx + 1) - q_start
+    let_next_start()
     await_kernel_before()
     first = gl.load(items_ptr + 2 * item)  # of an item without rows this is anything, and not used
     count = gl.load(items_ptr + 2 * item + 1)
     num_rows = gl.where(count > 1, seqlen_q * C.GROUP_SIZE, 0)
-    for begin_row in range(gl.program_id(1) * WARPS, num_rows, gl.num_programs(1) * WARPS):
-        row = begin_row + gl.arange(0, WARPS, gl.SliceLayout(0, BY_PART))
+    for begin_row in range(gl.program_id(1) * 8, num_rows, gl.num_programs(1) * 8):
+        row = begin_row + gl.arange(0, 8, gl.SliceLayout(0, BY_PART))
         ok = row < num_rows
         cols = gl.program_id(2) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MERGED))
-        acc = gl.zeros([WARPS, COLUMNS], gl.float32, MERGED)
-        total = gl.zeros([WARPS], gl.float32, gl.SliceLayout(0, BY_PART))
+        acc = gl.zeros([8, COLUMNS], gl.float32, MERGED)
+        total = gl.zeros([8], gl.float32, gl.SliceLayout(0, BY_PART))
         top = total + NEG_INF
         for begin in range(0, count, PARTS):
             number = begin + gl.arange(0, PARTS, gl.SliceLayout(1, BY_PART))
@@ -500,9 +482,10 @@ def merge_latent_kernel(
             stats = stats_ptr + part * (2 * ROWS) + (row % ROWS)[None, :]
             tops = gl.load(stats, mask=there, other=NEG_INF)
             totals = gl.load(stats + ROWS, mask=there, other=0.0)
-            places = part * (ROWS * DV) + (row % ROWS * DV)[None, :]
             columns = gl.convert_layout(cols, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :][:, None, :]
-            values = gl.load(parts_ptr + (places[:, :, None] + columns), mask=there[:, :, None], other=0.0)
+            places = place_in_part((row % ROWS)[None, :][:, :, None], columns, C)
+            at = parts_ptr + ((part * (ROWS * DV))[:, :, None] + places)
+            values = gl.load(at, mask=there[:, :, None], other=0.0)
             new_top = gl.maximum(top, gl.max(tops, axis=0))
             shift = gl.where(new_top == NEG_INF, 0.0, new_top)
             weights = exp2(tops - shift[None, :])
@@ -562,6 +545,7 @@ def latent_kernel(
     lengths = (cu_seqlens_q, cu_seqlens_k)
     paging = (block_table, table_stride, k_page_rows)
     pipe = make_pipeline(k_desc, C)
+    await_kernel_before()
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([
         (consumer, (q, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, scale_log2, cap_scale, sizes,

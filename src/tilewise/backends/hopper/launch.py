@@ -28,7 +28,7 @@ from tilewise.backends.gpu.work_list import (
     most_blocks,
     rows_together,
 )
-from tilewise.backends.hopper import backward_rows, computes_gradients, decodes, reads_latents
+from tilewise.backends.hopper import FEW_LATENT_ROWS, backward_rows, computes_gradients, decodes, reads_latents
 from tilewise.backends.hopper.backward import backward_kernel
 from tilewise.backends.hopper.backward_pieces import JOINED_ROWS, Line, backward_pieces_kernel, join_pieces_kernel
 from tilewise.backends.hopper.backward_plan import QUERY_BLOCK, BackwardPlan, backward_plan
@@ -37,7 +37,6 @@ from tilewise.backends.hopper.configs import PANEL, BackwardConfig, ForwardConfi
 from tilewise.backends.hopper.decode import decode_kernel
 from tilewise.backends.hopper.decode_configs import (
     LATENT_EARLY,
-    LATENT_ROWS,
     DecodeConfig,
     LatentConfig,
     decode_config,
@@ -213,8 +212,7 @@ def latent_pass(
     """The launch plan of reading latents with these strides."""
     views, copied = _addressed(problem, raw, ("k",))
     made = _unless_given(result_allocations(problem), views)
-    config = latent_config(problem, packed_queries="cu_seqlens_q" in views)
-    words = sum(latent_sizes(problem, config, latent_grid(problem, config, device)))
+    words = sum(latent_sizes(problem, *latent_reader(problem, device, packed_queries="cu_seqlens_q" in views)))
     calls = latent_calls(problem, device, views | _views(made))
     room = made | {"workspace": Allocation.contiguous((words,), torch.float32)}
     return _pass(problem, calls, room, device, index, want_lse, copied)
@@ -616,38 +614,63 @@ def _reader_arguments(
     }
 
 
-def latent_sizes(problem: AttentionProblem, config: LatentConfig, grid: tuple[int, int]) -> tuple[int, int, int]:
+def latent_sizes(
+    problem: AttentionProblem, config: LatentConfig | DecodeConfig, grid: tuple[int, int]
+) -> tuple[int, int, int]:
     """32-bit words of the workspace for O, for maxima and sums (two parts a CTA), and for the parts of every item."""
-    parts = 2 * grid[0] * grid[1] * LATENT_ROWS
+    parts = 2 * grid[0] * config.LANES * grid[1] * config.ROWS
     return parts * config.DV, parts * 2, 2 * problem.batch * problem.num_kv_heads
+
+
+def latent_reader(
+    problem: AttentionProblem, device: DeviceSpec, *, packed_queries: bool
+) -> tuple[LatentConfig | DecodeConfig, tuple[int, int]]:
+    """(configuration, grid) of the kernel that reads latents."""
+    few = problem.group_size * tokens_of(problem, packed_queries=packed_queries) <= FEW_LATENT_ROWS
+    config = (decode_config if few else latent_config)(problem, packed_queries=packed_queries)
+    return config, latent_grid(problem, config, device)
 
 
 def latent_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
     """All kernels in order: read the latents, which also clears packed rows past the last sequence; merge parts."""
-    config = latent_config(problem, packed_queries="cu_seqlens_q" in views)
-    shares, blocks = latent_grid(problem, config, device)
-    arguments = latent_arguments(problem, config, (shares, blocks), views)
-    calls = [KernelCall(latent_kernel, (shares, blocks, 1), arguments)]
+    config, reading = latent_reader(problem, device, packed_queries="cu_seqlens_q" in views)
+    arguments = latent_arguments(problem, config, reading, views)
+    kernel = latent_kernel if isinstance(config, LatentConfig) else decode_kernel
+    calls = [KernelCall(kernel, (*reading, 1), arguments, overlaps=True)]
+    shares = reading[0] * config.LANES
     if shares > 1:
-        common = ("out", "lse", "sinks_ptr", "parts_ptr", "stats_ptr", "items_ptr", "cu_seqlens_q", "sizes", "C")
-        grid = latent_merge_grid(problem, config, device)
-        merged = {name: arguments[name] for name in common} | {"num_shares": shares, "COLUMNS": config.DV // grid[2]}
+        common = ("out", "lse", "sinks_ptr", "parts_ptr", "stats_ptr", "cu_seqlens_q", "sizes", "C")
+        grid, spread = latent_merge_grid(problem, config, shares, device)
+        merged = {name: arguments[name] for name in common} | {
+            "items_ptr": _items(problem, config, reading),
+            "num_shares": shares,
+            "COLUMNS": config.DV // grid[2],
+            "SPREAD": spread,
+        }
         rows = problem.group_size * tokens_of(problem, packed_queries=config.PACKED_Q)
-        calls.append(KernelCall(merge_latent_kernel, grid, merged, overlaps=shares * rows <= LATENT_EARLY))
+        calls.append(KernelCall(merge_latent_kernel, grid, merged, overlaps=shares * rows < LATENT_EARLY))
     return calls
 
 
-def latent_arguments(
-    problem: AttentionProblem, config: LatentConfig, grid: tuple[int, int], views: dict[str, View]
-) -> dict[str, Any]:
-    """The arguments of the kernel for latents."""
-    keys = packed_rows(problem, "k", views["k"])
+def _items(problem: AttentionProblem, config: LatentConfig | DecodeConfig, grid: tuple[int, int]) -> Address:
+    """Where the first part of every item, and their number, are in the workspace."""
     outputs, statistics, _ = latent_sizes(problem, config, grid)
-    return {
-        "k_desc": describe("k", keys, shapes_of(problem)["k"], config.CHUNK, PANEL_BYTES // keys.dtype.itemsize),
-        **_reader_arguments(problem, config, views, outputs, grid[0]),
-        "items_ptr": Address("workspace", torch.int32, aligned=False, offset=4 * (outputs + statistics)),
-    }
+    return Address("workspace", torch.int32, aligned=False, offset=4 * (outputs + statistics))
+
+
+def latent_arguments(
+    problem: AttentionProblem, config: LatentConfig | DecodeConfig, grid: tuple[int, int], views: dict[str, View]
+) -> dict[str, Any]:
+    """The arguments of the kernel that reads latents."""
+    outputs, _, _ = latent_sizes(problem, config, grid)
+    common = _reader_arguments(problem, config, views, outputs, grid[0] * config.LANES)
+    items = _items(problem, config, grid)
+    if isinstance(config, DecodeConfig):
+        scales = {name: _scale(name, views) for name in ("k_scale", "v_scale")}
+        return {**_key_tiles(problem, config, views), **common, **scales, "v_page_rows": None, "counters_ptr": items}
+    keys = packed_rows(problem, "k", views["k"])
+    box = describe("k", keys, shapes_of(problem)["k"], config.CHUNK, PANEL_BYTES // keys.dtype.itemsize)
+    return {"k_desc": box, **common, "items_ptr": items}
 
 
 def _key_tiles(problem: AttentionProblem, config: DecodeConfig, views: dict[str, View]) -> dict[str, Any]:
@@ -677,7 +700,8 @@ def _scale(name: str, views: dict[str, View]) -> tuple[Any, ...] | None:
 def _rows(problem: AttentionProblem, name: str, view: View) -> tuple[Any, ...]:
     """(address, stride of a sequence, of a head, of a token).
 
-    The kernel computes token offsets in 32 bits; if they may exceed that, the token stride is passed as 64 bits.
+    The kernel computes token offsets in 32 bits; if they may exceed that, the token stride is passed as 64 bits. Where
+    all rows are aligned, the compiler knows it, and they are read and written 16 bytes at a time.
     """
     sequence, head, token = 0, view.strides[1], view.strides[0]
     if problem.kind == "dense":
@@ -686,6 +710,9 @@ def _rows(problem: AttentionProblem, name: str, view: View) -> tuple[Any, ...]:
         head, token = view.strides
     far = problem.seqlen_q * token >= 1 << 31
     address = Address(name, view.dtype, aligned=view.aligned)
+    unit = TMA_BYTES // view.dtype.itemsize
+    if view.aligned and all(stride % unit == 0 for stride in (sequence, head, token)):
+        return address, Multiple(sequence, unit), Multiple(head, unit), Multiple(token, unit, wide=far)
     return address, sequence, head, Multiple(token, 1, wide=True) if far else token
 
 

@@ -194,12 +194,6 @@ class RowTiles:
     dout_smem: gl.shared_memory_descriptor
     ring: Ring
 
-    @gluon.constexpr_function
-    def __init__(self, out_smem, dout_smem, ring):
-        self.out_smem = out_smem
-        self.dout_smem = dout_smem
-        self.ring = ring
-
 
 @gluon.jit
 def make_row_tiles(dout_desc, C: gl.constexpr):

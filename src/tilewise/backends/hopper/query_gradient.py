@@ -35,16 +35,6 @@ class Pipeline:
     k_ring: Ring
     v_ring: Ring
 
-    @gluon.constexpr_function
-    def __init__(self, q_smem, dout_smem, k_smem, v_smem, query_ring, k_ring, v_ring):
-        self.q_smem = q_smem
-        self.dout_smem = dout_smem
-        self.k_smem = k_smem
-        self.v_smem = v_smem
-        self.query_ring = query_ring
-        self.k_ring = k_ring
-        self.v_ring = v_ring
-
 
 @gluon.jit
 def producer(q_desc, dout_desc, k_desc, v_desc, work_ptr, sizes, pipe, C: gl.constexpr):

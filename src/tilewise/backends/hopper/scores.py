@@ -191,11 +191,12 @@ def in_log2(top, scale_log2, C: gl.constexpr):
 
 @gluon.jit
 def raise_max(row_top, max_ptr, item, row, seqlen_q, scale_log2, sizes, C: gl.constexpr):
-    """Raise the largest score of a tile's head to the maxima [64, 4] of its rows."""
+    """Raise the largest score of a tile's head to the maxima [64, 4] of its rows, each warp with those of its 16."""
     top = in_log2(gl.max(row_top, axis=1), scale_log2, C)
     rows = row + gl.arange(0, 64, top.type.layout)
-    largest = gl.max(gl.where(rows < seqlen_q, top, NEG_INF), axis=0)
-    gl.atomic_max(max_ptr + item % sizes.num_heads, largest * LN2, sem="relaxed")
+    top = gl.max(gl.reshape(gl.where(rows < seqlen_q, top, NEG_INF), [4, 16]), axis=1)
+    heads = gl.full([4], item % sizes.num_heads, gl.int32, top.type.layout)
+    gl.atomic_max(max_ptr + heads, top * LN2, sem="relaxed")
 
 
 @gluon.jit

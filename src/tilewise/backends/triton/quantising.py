@@ -26,7 +26,7 @@ from tilewise.backends.gpu.launching import RawView, RawViews, described
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, Multiple
 from tilewise.fp8.container import E4M3
 from tilewise.fp8.rotation import directions, norms, part_sizes, signs
-from tilewise.fp8.scales import broadcast_scale
+from tilewise.fp8.rounding import broadcast_scale
 
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(2.0**-96)
