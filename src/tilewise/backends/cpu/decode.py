@@ -16,15 +16,26 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver, kernel
-from tilewise.backends.cpu.emit import E4M3, E4M3_UNIT, F32, FP32, I32, INT8, ITEM_BYTES, Emitter, Value
-from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
+from tilewise.backends.cpu.decode_matrix import (
+    HEIGHTS,
+    ONE,
+    PAIR,
+    REST,
+    REST_BITS,
+    restore_tiles,
+    save_tiles,
+    set_tiles,
+    tile_scores,
+)
+from tilewise.backends.cpu.emit import BF16, E4M3, E4M3_UNIT, F32, FP32, I32, INT8, ITEM_BYTES, Emitter, Value, void
+from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i32, load_i64, scalar_bits, store_i32
 from tilewise.backends.cpu.merging import MINUS_INF, finish_rows, merge_chunks
 from tilewise.backends.cpu.microkernels import row_max, softmax
 from tilewise.backends.cpu.packing import SOURCES, by_dtype, fill, pack_rows, scale_rows
@@ -43,7 +54,7 @@ from tilewise.backends.cpu.scoring import (
     scaled_by,
     stride_run,
 )
-from tilewise.backends.cpu.stopping import leave, stops, stops_at
+from tilewise.backends.cpu.stopping import POLL_KEYS, leave, stops, stops_at
 
 # Rows that share a loaded vector of K or V, and keys whose loads are in flight together: 16 accumulators, or 8.
 ROWS, KEYS, KEYS_FOR_ONE = 4, 4, 8
@@ -54,11 +65,13 @@ CACHE_LINE = 64
 MOST_VECTORS, TOGETHER = 4, 2
 
 
-def _in_groups(e: Emitter, count: Value, size: int, body: Callable[[Value, int], None]) -> None:
-    """`body(index, group)` over whole groups of `size`, then one by one."""
-    whole = e.b.mul(e.b.udiv(count, e.i64(size)), e.i64(size))
-    e.positive(whole, size, lambda i: body(i, size))
-    e.positive(e.b.sub(count, whole), 1, lambda i: body(e.b.add(whole, i), 1))
+def _in_groups(e: Emitter, count: Value, sizes: Sequence[int], body: Callable[[Value, int], None]) -> None:
+    """`body(index, group)` over whole groups of the first size, then of the next, then one by one."""
+    b, done = e.b, e.i64(0)
+    for size in (*sizes, 1):
+        whole = b.mul(b.udiv(b.sub(count, done), e.i64(size)), e.i64(size))
+        e.positive(whole, size, functools.partial(lambda done, size, i: body(b.add(done, i), size), done, size))
+        done = b.add(done, whole)
 
 
 def _sums_of_lanes(e: Emitter, vectors: list[Value]) -> Value:
@@ -90,6 +103,11 @@ def _shared_scale(e: Emitter, code: int, scale: Value) -> Value | None:
 def _own_scale(e: Emitter, code: int, scale: Value, lanes: int | None = None) -> Value | None:
     """A vector of the scale of one row of int8, which is applied to sums and weights. None for other dtypes."""
     return e.splat(e.load(scale, F32), lanes) if code == INT8 else None
+
+
+def _splits(e: Emitter, code: int, vectors: int) -> bool:
+    """Whether sums of these vectors of V are kept by even and odd columns, until `order_columns`."""
+    return code == BF16 and e.isa.splits_pairs and vectors > 1
 
 
 def _store_sums(e: Emitter, sums: list[Value], out: Value, first_key: int, rows: int, scales: list[Value]) -> None:
@@ -162,9 +180,9 @@ def stream_scores(
     def convert(code: int) -> None:
         def over_keys(row: Value, rows: int) -> None:
             group = KEYS if rows > 1 else KEYS_FOR_ONE
-            _in_groups(e, num_keys, group, lambda key, keys: block(code, row, rows, key, keys))
+            _in_groups(e, num_keys, (group,), lambda key, keys: block(code, row, rows, key, keys))
 
-        _in_groups(e, num_rows, ROWS, over_keys)
+        _in_groups(e, num_rows, (ROWS,), over_keys)
 
     by_dtype(e, dtype, SOURCES, convert)
 
@@ -188,7 +206,7 @@ def stream_values(
     scale_stride: Value,
 ) -> None:
     """acc[num_rows][dim] = alpha * acc + p[num_keys][rows of panel]^T v[num_keys][dim]; dim % lanes is 0. Scales are
-    those of stream_scores.
+    those of stream_scores. Columns of acc may be in the order that order_columns undoes.
     """
     b = e.b
 
@@ -209,7 +227,11 @@ def stream_values(
             ahead_row = b.add(b.add(ahead, b.mul(n, ahead_stride)), offset)
             for line in range(0, vectors * e.lanes * item, CACHE_LINE):
                 e.prefetch(b.add(ahead_row, e.i64(line)))
-            values = e.load_many_as_f32(v_row, code, vectors, factor)
+            if _splits(e, code, vectors):
+                lines = range(0, vectors * e.lanes * item, 2 * e.lanes * item)
+                values = [half for line in lines for half in e.load_split(b.add(v_row, e.i64(line)))]
+            else:
+                values = e.load_many_as_f32(v_row, code, vectors, factor)
             own = _own_scale(e, code, b.add(scale, b.mul(n, scale_stride)))
             weights = e.at(b.add(p, b.mul(n, e.i64(4 * e.isa.panel))), row)
             for r in range(rows):
@@ -225,13 +247,28 @@ def stream_values(
 
     def convert(code: int) -> None:
         def over_strips(row: Value, rows: int) -> None:
-            width = STRIP_FOR_ONE if rows == 1 else STRIP_FOR_ROWS
+            widths = (STRIP_FOR_ONE, STRIP_FOR_ROWS) if rows == 1 else (STRIP_FOR_ROWS,)
             strips = b.udiv(dim, e.i64(e.lanes))
-            _in_groups(e, strips, width, lambda strip, vectors: block(code, row, rows, strip, vectors))
+            _in_groups(e, strips, widths, lambda strip, vectors: block(code, row, rows, strip, vectors))
 
-        _in_groups(e, num_rows, ROWS, over_strips)
+        _in_groups(e, num_rows, (ROWS,), over_strips)
 
     by_dtype(e, dtype, SOURCES, convert)
+
+
+@kernel("iiii")
+def order_columns(e: Emitter, acc: Value, acc_stride: Value, num_rows: Value, dim: Value) -> None:
+    """Puts the columns of acc[num_rows][dim] in order, of which stream_values kept even and odd ones apart."""
+    b, size = e.b, STRIP_FOR_ROWS * e.lanes
+    whole = b.and_(dim, e.i64(-size))
+
+    def strip(row: Value, column: Value) -> None:
+        place = e.at(b.add(acc, b.mul(row, acc_stride)), column)
+        parts = e.load_vectors(place, STRIP_FOR_ROWS)
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        e.store_vectors(place, [part for even, odd in pairs for part in e.join_split(even, odd)])
+
+    e.positive(num_rows, 1, lambda row: void(e.positive(whole, size, lambda column: strip(row, column))))
 
 
 # Keys of one head that are read before the next head's, where heads are adjacent in a row: keeps reads in address
@@ -240,10 +277,19 @@ ROWS_AT_ONCE = 32
 
 
 @driver
+def in_tiles(p: int) -> int:
+    """Whether a matrix unit makes the scores. Then q stays bf16 and is not scaled, but scores are."""
+    return sz.TILE_DEPTH != 0 and field(p, f.KV_DTYPE) == BF16 and field(p, f.HEAD_DIM) % max(1, sz.TILE_DEPTH) == 0
+
+
+@driver
 def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count: int) -> None:
-    """The rows as scaled fp32 rows. The last row of a head is followed by the next head's first."""
+    """The rows as scaled fp32 rows; for tiles, not scaled, as pairs of all rows of a K/V head. The last row of a head
+    is followed by the next head's first.
+    """
     width, q_len = field(p, f.DIM_LANES), q_length(p, batch)
     base = field(p, f.Q) + batch * field(p, f.Q_BATCH) + q_start(p, batch) * field(p, f.Q_ROW)
+    rows, pairs, lane = q_len * field(p, f.GROUP_SIZE), ws + field(p, f.WS_Q), 0
     row = first_row
     for r in range(count):
         if row == q_len:
@@ -252,9 +298,18 @@ def gather_queries(p: int, ws: int, batch: int, head: int, first_row: int, count
         source = base + head * field(p, f.Q_HEAD) + row * field(p, f.Q_ROW)
         place = ws + field(p, f.WS_Q) + 4 * r * width
         factor = code_factor(p, f.Q, batch, head, row)
-        pack_rows(source, 0, 1, field(p, f.Q_DTYPE), field(p, f.HEAD_DIM), place, 0, width, factor)
+        if in_tiles(p):
+            for d in range(width // 2):
+                store_i32(pairs + 4 * (d * rows + lane), load_i32(source + 4 * d))
+            lane += 1
+            if lane == rows:
+                lane = 0
+                pairs += 2 * width * rows
+        else:
+            pack_rows(source, 0, 1, field(p, f.Q_DTYPE), field(p, f.HEAD_DIM), place, 0, width, factor)
         row += 1
-    scale_rows(ws + field(p, f.WS_Q), count * width, scalar_bits(field(p, f.Q_SCALE)))
+    if not in_tiles(p):
+        scale_rows(ws + field(p, f.WS_Q), count * width, scalar_bits(field(p, f.Q_SCALE)))
 
 
 @driver
@@ -277,6 +332,12 @@ def pack_run(p: int, tensor: int, source: int, size: int, dim: int, target: int,
 
 
 @driver
+def rest_of(config: int) -> int:
+    """The keys that the tiles of the rest of a run hold."""
+    return (load_i64(config + HEIGHTS) >> REST_BITS) % 256
+
+
+@driver
 def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int, s: int, scale: int) -> None:
     """Scores of a run of keys of one head with rows [first, first + count). Odd head dims go through a packed copy,
     because vectors may not read past a row.
@@ -293,6 +354,40 @@ def score_run(p: int, ws: int, k: int, v: int, size: int, first: int, count: int
 
 
 @driver
+def score_in_tiles(p: int, ws: int, k: int, v: int, size: int, num_rows: int, count: int, s: int) -> None:
+    """Scores of a run of keys of all heads. Two heads or two tiles of keys at a time."""
+    width, k_row, v_row, tall = field(p, f.DIM_LANES), field(p, f.K_ROW), field(p, f.V_ROW), sz.TILE_ROWS
+    config, q, whole = ws + field(p, f.WS_TILES), ws + field(p, f.WS_Q), size // tall * tall
+    rest, heads, first = size - whole, num_rows // count, 0
+    if rest != 0 and rest != rest_of(config):
+        set_tiles(config, count, rest)
+    while first < heads:
+        by_head = first + 1 < heads
+        k_next, q_next, s_next = field(p, f.K_HEAD), 2 * count * width, 4 * count
+        v_next = field(p, f.V_HEAD)
+        if by_head == 0:
+            k_next, q_next, s_next, v_next = tall * k_row, 0, 4 * tall * sz.PANEL, tall * v_row
+        key = 0
+        while key < whole:
+            kind = PAIR if by_head or key + tall < whole else ONE
+            k_at, v_at, s_at = k + key * k_row, v + key * v_row, s + 4 * key * sz.PANEL
+            tile_scores(kind, tall, k_at, k_row, k_next, width, q, 4 * count, q_next, s_at, s_next, v_at, v_row, v_next)
+            key += 2 * tall if by_head == 0 else tall
+        for other in range(1 + by_head):
+            if rest != 0:
+                k_at, v_at = k + whole * k_row + other * k_next, v + whole * v_row + other * v_next
+                s_at = s + 4 * whole * sz.PANEL + other * s_next
+                tile_scores(
+                    REST, rest, k_at, k_row, 0, width, q + other * q_next, 4 * count, 0, s_at, 0, v_at, v_row, 0
+                )
+        k += (1 + by_head) * field(p, f.K_HEAD)
+        v += (1 + by_head) * field(p, f.V_HEAD)
+        q += (1 + by_head) * 2 * count * width
+        s += (1 + by_head) * 4 * count
+        first += 1 + by_head
+
+
+@driver
 def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: int, k0: int, end: int) -> None:
     """Scores of keys [k0, end), `count` rows per K/V head. The rows of V that are needed next are prefetched."""
     row = k0
@@ -300,12 +395,18 @@ def score_tile(p: int, ws: int, batch: int, kv_head: int, num_rows: int, count: 
         size = part_length(p, f.K, row, end)
         k, v = kv_address(p, f.K, batch, kv_head, row), kv_address(p, f.V, batch, kv_head, row)
         s = ws + field(p, f.WS_SCORES) + 4 * sz.PANEL * (row - k0)
+        if in_tiles(p):
+            score_in_tiles(p, ws, k, v, size, num_rows, count, s)
+            row += size
+            continue
         for first in range(0, num_rows, count):
             scale = scale_address(p, f.K, batch, kv_head + first // count, row)
             score_run(p, ws, k, v, size, first, count, s + 4 * first, scale)
             k += field(p, f.K_HEAD)
             v += field(p, f.V_HEAD)
         row += size
+    if in_tiles(p) and scalar_bits(field(p, f.Q_SCALE)) != 1.0:
+        scale_rows(ws + field(p, f.WS_SCORES), (end - k0) * sz.PANEL, scalar_bits(field(p, f.Q_SCALE)))
 
 
 @driver
@@ -401,14 +502,21 @@ def decode_item(p: int, ws: int, item: int, following: int) -> None:
     fill(state + 4 * block_m, block_m, 0.0)
     last = load_i64(ws + field(p, f.WS_PANELS) + f.MAX_LAST)
     k0 = max(0, load_i64(ws + field(p, f.WS_PANELS) + f.MIN_FIRST)) // sz.BLOCK_N * sz.BLOCK_N
+    start = k0
     while k0 <= last:
         if stops_at(p, k0):
             break
+        # A signal handler may have used the tiles.
+        if in_tiles(p) and (k0 == start or k0 % POLL_KEYS == 0):
+            set_tiles(ws + field(p, f.WS_TILES), rows, 1)
         size = min(sz.BLOCK_N, last + 1 - k0)
         score_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size)
         softmax_tile(p, ws, batch, count, k0, size)
         weigh_tile(p, ws, batch, kv_head, count, rows, k0, k0 + size, last, following)
         k0 += sz.BLOCK_N
+    width = field(p, f.DIM_V_LANES)
+    if sz.SPLITS_PAIRS != 0 and field(p, f.KV_DTYPE) == BF16 and field(p, f.HEAD_DIM_V) == width:
+        order_columns(acc, 4 * field(p, f.DIM_V_PADDED), count, width)
     if num_chunks == 1:
         finish_rows(p, batch, head, first_row, count, acc)
     else:
@@ -420,6 +528,8 @@ def decode(p: int) -> None:
     """The entry point of each thread: take work items, several at a time, until none is left."""
     counters, some, num_items = p + 8 * f.BLOCK_FIELDS, field(p, f.ITEMS_AT_ONCE), field(p, f.NUM_ITEMS)
     ws = field(p, f.WORKSPACE) + atomic_add(counters, 1) * field(p, f.WORKSPACE_BYTES)
+    if in_tiles(p):
+        save_tiles(ws + field(p, f.WS_TILES) + 64)
     while True:
         first = atomic_add(counters + 64, some)
         if first >= num_items or stops(p):
@@ -427,4 +537,6 @@ def decode(p: int) -> None:
         end = min(first + some, num_items)
         for item in range(first, end):
             decode_item(p, ws, item, item + 1 if item + 1 < end else -1)
+    if in_tiles(p):
+        restore_tiles(ws + field(p, f.WS_TILES) + 64)
     leave(p)

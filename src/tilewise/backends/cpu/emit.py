@@ -35,6 +35,16 @@ ROUND_TO_INTEGER = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest intege
 SMALLEST_EXPONENT = -126.0
 
 
+class BFloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BFLOAT = BFloatType()
+
+
 class Emitter:
     """Emits vector instructions at the builder's position."""
 
@@ -184,6 +194,18 @@ class Emitter:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """A * b + c, rounded once."""
         return self.call("fma", a, b, c)
+
+    def load_split(self, address: Value) -> list[Value]:
+        """2 * lanes adjacent bf16 numbers as two vectors of fp32: those at even places, and those at odd places."""
+        words = self.load(address, self.int_vector, align=2)
+        even, odd = self.b.shl(words, self.i32s(16)), self.b.and_(words, self.i32s(-(1 << 16)))
+        return [self.b.bitcast(part, self.vector) for part in (even, odd)]
+
+    def join_split(self, even: Value, odd: Value) -> list[Value]:
+        """The numbers at even and odd places in order."""
+        both = [n for i in range(self.lanes) for n in (i, self.lanes + i)]
+        picks = (ir.Constant(self.int_vector, both[start : start + self.lanes]) for start in (0, self.lanes))
+        return [self.b.shuffle_vector(even, odd, pick) for pick in picks]
 
     def maximum(self, a: Value, b: Value) -> Value:
         """`a` where a > b, else `b`: a NaN on the left loses to a number on the right."""

@@ -16,7 +16,7 @@ from llvmlite import ir
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import shapes as sz
 from tilewise.backends.cpu.compiler import driver, kernel
-from tilewise.backends.cpu.emit import I8, I16, I32, Emitter, Value, void
+from tilewise.backends.cpu.emit import BFLOAT, I8, I16, I32, Emitter, Value, void
 from tilewise.backends.cpu.features import mask_band
 from tilewise.backends.cpu.forward import acc_state
 from tilewise.backends.cpu.intrinsics import atomic_add, field, load_i64, scalar_bits
@@ -54,30 +54,25 @@ SUMS, LEFT, RIGHT = ((0, 1), (2, 3)), (4, 5), (6, 7)
 HALF_BYTES = 2
 
 
-class BFloatType(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite lacks."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
 def unit_of(e: Emitter) -> MatrixUnit:
     """The matrix unit of the emitter's instruction set."""
     assert e.isa.matrix is not None
     return e.isa.matrix
 
 
-def _instruct(e: Emitter, name: str, *operands: Value) -> None:
+def instruct(e: Emitter, name: str, *operands: Value) -> None:
     """Emit a tile instruction."""
     kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
     e.b.call(e.declared(f"llvm.x86.{name}", kind), operands)
 
 
-def _tile(number: int) -> Value:
+def tile(number: int) -> Value:
+    """A tile register."""
     return ir.Constant(I8, number)
 
 
-def _pointer(e: Emitter, address: Value) -> Value:
+def pointer(e: Emitter, address: Value) -> Value:
+    """An address as tile instructions take it."""
     return e.b.inttoptr(address, I8.as_pointer())
 
 
@@ -87,11 +82,11 @@ def _multiply_block(e: Emitter, left: Value, left_stride: Value, right: Value, r
     below = e.b.mul(left_stride, e.i64(unit.rows))
     for i in range(2):
         rows, columns = e.b.add(left, e.b.mul(below, e.i64(i))), e.b.add(right, e.i64(i * unit.row_bytes))
-        _instruct(e, "tileloadd64", _tile(LEFT[i]), _pointer(e, rows), left_stride)
-        _instruct(e, "tileloadd64", _tile(RIGHT[i]), _pointer(e, columns), right_stride)
+        instruct(e, "tileloadd64", tile(LEFT[i]), pointer(e, rows), left_stride)
+        instruct(e, "tileloadd64", tile(RIGHT[i]), pointer(e, columns), right_stride)
     for i in range(2):
         for j in range(2):
-            _instruct(e, "tdpbf16ps", _tile(SUMS[i][j]), _tile(LEFT[i]), _tile(RIGHT[j]))
+            instruct(e, "tdpbf16ps", tile(SUMS[i][j]), tile(LEFT[i]), tile(RIGHT[j]))
 
 
 def _store_block(e: Emitter, target: Value) -> None:
@@ -100,7 +95,7 @@ def _store_block(e: Emitter, target: Value) -> None:
     for i in range(2):
         for j in range(2):
             place = e.b.add(target, e.i64(i * unit.rows * stride + j * unit.row_bytes))
-            _instruct(e, "tilestored64", _tile(SUMS[i][j]), _pointer(e, place), e.i64(stride))
+            instruct(e, "tilestored64", tile(SUMS[i][j]), pointer(e, place), e.i64(stride))
 
 
 @kernel("ii")
@@ -111,28 +106,28 @@ def start_tiles(e: Emitter, config: Value, saved: Value) -> None:
     Both are 64 bytes: palette, start row, 14 unused, then bytes per row (16 bits each) and rows (8 bits) of 16 tiles.
     """
     unit = unit_of(e)
-    _instruct(e, "sttilecfg", _pointer(e, saved))
+    instruct(e, "sttilecfg", pointer(e, saved))
     tiles = range(len(SUMS[0]) * 2 + len(LEFT) + len(RIGHT))
     content = bytearray(64)
     content[0] = 1
-    for tile in tiles:
-        content[16 + 2 * tile], content[48 + tile] = unit.row_bytes, unit.rows
+    for number in tiles:
+        content[16 + 2 * number], content[48 + number] = unit.row_bytes, unit.rows
     for at in range(0, 64, 8):
         e.store(e.b.add(config, e.i64(at)), e.i64(int.from_bytes(content[at : at + 8], "little")), align=8)
-    _instruct(e, "ldtilecfg", _pointer(e, config))
+    instruct(e, "ldtilecfg", pointer(e, config))
 
 
 @kernel("i")
 def stop_tiles(e: Emitter, saved: Value) -> None:
     """Restore the thread's previous tile configuration; in most cases none."""
-    _instruct(e, "ldtilecfg", _pointer(e, saved))
+    instruct(e, "ldtilecfg", pointer(e, saved))
 
 
 def _multiply(e: Emitter, left: Value, left_stride: Value, inner: Value, right: Value, target: Value) -> None:
     """target[32][panel] = left[32][inner] . right[inner in pairs][panel]; inner is a multiple of 32."""
     b, pair_bytes = e.b, e.i64(4 * e.isa.panel)
-    for tile in (*SUMS[0], *SUMS[1]):
-        _instruct(e, "tilezero", _tile(tile))
+    for number in (*SUMS[0], *SUMS[1]):
+        instruct(e, "tilezero", tile(number))
 
     def step(n: Value) -> None:
         pairs = b.add(right, b.mul(b.lshr(n, e.i64(1)), pair_bytes))
@@ -176,7 +171,7 @@ def add_product(e: Emitter, acc: Value, product: Value, alpha: Value, dim: Value
 def _store_pairs(e: Emitter, even: Value, odd: Value, target: Value) -> None:
     """Two vectors rounded to bf16 and interleaved lane by lane."""
     b, lanes = e.b, e.lanes
-    halves, shorts = ir.VectorType(BFloatType(), 2 * lanes), ir.VectorType(I16, 2 * lanes)
+    halves, shorts = ir.VectorType(BFLOAT, 2 * lanes), ir.VectorType(I16, 2 * lanes)
     convert = e.declared(f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * lanes}", ir.FunctionType(halves, [e.vector] * 2))
     interleave = ir.Constant(ir.VectorType(I32, 2 * lanes), [n for i in range(lanes) for n in (i, lanes + i)])
     # The instruction puts its second operand first.

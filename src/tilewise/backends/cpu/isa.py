@@ -57,6 +57,8 @@ class Isa:
     has_half: bool = True
     # has vscalef and vreduce, which make 2^x two instructions shorter and correct for -inf
     has_scalef: bool = False
+    # widens bf16 in pairs, even and odd ones apart: two instructions for two vectors, without a permutation
+    splits_pairs: bool = False
     # the cache level that decode prefetches into
     prefetch_level: int = 1
     # multiplies bf16 matrices in addition to the vector units
@@ -90,7 +92,7 @@ NEON = Isa("neon", 4, 4, 4, 4, 8, 2, 8, 64, by_lane=True)
 AVX2 = Isa("avx2", 8, 2, 6, 4, 4, 3, 4, 72)
 # With fewer rows, AVX-512 would read K and V again from beyond the second level for every block. Rows of pages are a
 # power of two apart and share sets of the first level; the second level, into which it prefetches, has more sets.
-AVX512 = Isa("avx512", 16, 2, 8, 4, 8, 2, 4, 64, block_m=512, has_scalef=True, prefetch_level=2)
+AVX512 = Isa("avx512", 16, 2, 8, 4, 8, 2, 4, 64, block_m=512, has_scalef=True, splits_pairs=True, prefetch_level=2)
 GENERIC = Isa("generic", 4, 2, 4, 4, 4, 2, 4, 64, has_half=False)
 # Long tiles store the sums of values less often. Longer ones are no faster.
 AMX = MatrixUnit(rows=16, row_bytes=64, keys=256)

@@ -282,6 +282,7 @@ def forward_floats(problem: AttentionProblem, rows: int) -> dict[int, int]:
         f.WS_K: isa.block_n * width,
         f.WS_V: isa.block_n * width_v,
         f.WS_SCORES: isa.block_n * isa.panel,
+        f.WS_TILES: 32,
     } | _row_floats(rows, width)
 
 
