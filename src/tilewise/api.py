@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -67,19 +67,6 @@ if TYPE_CHECKING:
         max_seqlen_q: int | None
         shared_prefix: cascade.SharedPrefix | None
 
-
-__all__ = [
-    "attention",
-    "attention_after",
-    "attention_backward",
-    "attention_paged",
-    "attention_varlen",
-    "backends",
-    "merge",
-    "refuse_rows",
-    "register_backend",
-    "unregister_backend",
-]
 
 # q, k and v may be tensors, or e4m3 data (of pages also int8) with its scales.
 Attended = Tensor | Fp8Tensor
@@ -357,14 +344,11 @@ def _attend(
     operands, flags = validation.checked(kind, operands, options, seed)
     if shared_prefix is None:
         return ops.result(kind, operands, flags, return_lse=options.return_lse, slot=slot)
-    made: tuple[Tensor, ...] = cascade.attention(shared_prefix, operands, flags)
-    out, lse, logits = made[0], made[1], made[2:]
+    made = cascade.attention(shared_prefix, operands, flags)
     if slot is not None and not slot.is_tried:
-        slot.call = cascade.bound(shared_prefix, operands, flags, (out, lse), count, return_lse=options.return_lse)
+        slot.call = cascade.bound(shared_prefix, operands, flags, made[:2], count, return_lse=options.return_lse)
         slot.is_tried = True
-    if logits:
-        return (out, lse, logits[0]) if options.return_lse else (out, logits[0])
-    return (out, lse) if options.return_lse else out
+    return ops.picked(*made, return_lse=options.return_lse)
 
 
 def attention_after(
@@ -417,11 +401,8 @@ def attention_backward(
             raise InvalidProblem(name, f"{dtype} {tuple(expected)} on {q.device}", got, "Pass what the forward gave.")
     out = out if out.stride(-1) == 1 else out.contiguous()
     at, forward = derivatives.At(kind, operands, flags), (out, lse.contiguous())
-    dq, dk, dv, *_ = derivatives.backward(at, forward, (dout, None), Wanted(*wanted))
-    assert dq is not None
-    assert dk is not None
-    assert dv is not None
-    return dq, dk, dv
+    gradients = derivatives.backward(at, forward, (dout, None), Wanted(*wanted))
+    return cast("tuple[Tensor, Tensor, Tensor]", gradients[:3])
 
 
 def refuse_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **others: Any) -> None:

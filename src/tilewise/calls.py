@@ -14,6 +14,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -116,26 +117,23 @@ def _picker(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     return operator.itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """Cache entry of one signature and one tuple of shared-prefix `groups`. `call` is None until a call was validated,
     and stays None if every call must be: then `is_tried` is set.
     """
 
-    __slots__ = ("call", "groups", "is_tried", "signature")
-
-    def __init__(self, groups: Any) -> None:
-        self.call: Callable[..., Any] | None = None
-        self.signature: Signature | None = None
-        self.groups, self.is_tried = groups, False
+    groups: Any
+    call: Callable[..., Any] | None = None
+    signature: Signature | None = None
+    is_tried: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Family:
     """Calls with equal flags. `last` is the slot used last, which the next call most often uses too."""
 
-    __slots__ = ("last",)
-
-    def __init__(self) -> None:
-        self.last: Slot | None = None
+    last: Slot | None = None
 
 
 def are_plain(tensors: Sequence[Tensor | None]) -> bool:

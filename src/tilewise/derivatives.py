@@ -101,27 +101,26 @@ def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
         )
 
 
-def refuse_second(ctx: Any, *_: Any) -> None:
-    """Always raises."""
-    del ctx
-    raise Unsupported("second derivatives of this call are not computed; take them of a formula in plain torch instead")
+def _refusing(what: str) -> Callable[..., None]:
+    """A rule of autograd that always raises."""
+
+    def refuse(*_: Any) -> None:
+        raise Unsupported(what)
+
+    return refuse
 
 
-def refuse_third(ctx: Any, *_: Any) -> None:
-    """Always raises."""
-    del ctx
-    raise Unsupported(
-        "third derivatives of attention are not computed, only first and second ones; take them of a formula in plain "
-        "torch instead (torch.autograd.functional.hvp asks for them: take vhp, or torch.func.jvp of a gradient)"
-    )
-
-
-def _refuse_forward_twice(ctx: Any, *_: Any) -> None:
-    del ctx
-    raise Unsupported(
-        "forward-mode derivatives of a forward-mode derivative (jvp of jvp) of attention are not computed; take jvp of "
-        "grad, or grad of jvp instead"
-    )
+refuse_second = _refusing(
+    "second derivatives of this call are not computed; take them of a formula in plain torch instead"
+)
+refuse_third = _refusing(
+    "third derivatives of attention are not computed, only first and second ones; take them of a formula in plain "
+    "torch instead (torch.autograd.functional.hvp asks for them: take vhp, or torch.func.jvp of a gradient)"
+)
+_refuse_forward_twice = _refusing(
+    "forward-mode derivatives of a forward-mode derivative (jvp of jvp) of attention are not computed; take jvp of "
+    "grad, or grad of jvp instead"
+)
 
 
 def refuse_tracing() -> None:
@@ -530,25 +529,29 @@ def register(library: torch.library.Library, kind: Kind) -> None:
     results = "Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent"
     gradients = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
     saved = f"Tensor? dout, Tensor? dlse, {results}, bool[] wanted"
-    define(library, kind, "_tangent", f"Tensor? out, Tensor? lse, {given}", results, _tangent, _tangent_fake)
-    define(library, kind, "_twice", f"{saved}, {given}", gradients, _twice, _twice_fake)
+    known = "Tensor? out, Tensor? lse"
+    define(library, f"{kind}_tangent", f"({known}, {given}) -> ({results})", _tangent, _tangent_fake, kind)
+    define(library, f"{kind}_twice", f"({saved}, {given}) -> ({gradients})", _twice, _twice_fake, kind)
     for suffix in LATE:
-        differentiate_late(library, kind, suffix)
+        # What torch.library.register_autograd makes of a derivative, which takes long, is made when the op is called.
+        late = functools.partial(_differentiable, kind, suffix)
+        library.impl(f"{kind}{suffix}", late, "Autograd", with_keyset=True)
 
 
 def define(
     library: torch.library.Library,
-    kind: Kind,
-    suffix: str,
-    arguments: str,
-    results: str,
+    name: str,
+    schema: str,
     real: Callable[..., Any],
     fake: Callable[..., Any],
+    *first: Any,
 ) -> None:
-    """Define the op tilewise::<kind><suffix>: `real` and `fake` get the kind and then its arguments."""
-    library.define(f"{kind}{suffix}({arguments}) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(f"{kind}{suffix}", functools.partial(real, kind), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tilewise::{kind}{suffix}", functools.partial(fake, kind), lib=library)
+    """Define the op tilewise::<name>, of which `schema` are the arguments and results. `real` and `fake` get `first`
+    and then its arguments.
+    """
+    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, functools.partial(real, *first), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tilewise::{name}", functools.partial(fake, *first), lib=library)
 
 
 @device.constant_in_traces
@@ -560,17 +563,9 @@ def _complete(kind: Kind, suffix: str) -> bool:
 
 @functools.cache
 def _completed(kind: Kind, suffix: str) -> bool:
-    name = f"{kind}{suffix}"
-    rule = functools.partial(batching.vmapped, operand_names(kind), name, LATE[suffix][0])
-    torch.library.register_vmap(f"tilewise::{name}", rule)
+    rule = functools.partial(batching.vmapped, operand_names(kind), kind, suffix)
+    torch.library.register_vmap(f"tilewise::{kind}{suffix}", rule)
     return True
-
-
-def differentiate_late(library: torch.library.Library, kind: Kind, suffix: str) -> None:
-    """Register the derivative of an op. What torch.library.register_autograd makes of it, which takes long, is made
-    when the op is first called.
-    """
-    library.impl(f"{kind}{suffix}", functools.partial(_differentiable, kind, suffix), "Autograd", with_keyset=True)
 
 
 def _differentiable(kind: Kind, suffix: str, *args: Any, **more: Any) -> Any:
@@ -579,7 +574,7 @@ def _differentiable(kind: Kind, suffix: str, *args: Any, **more: Any) -> Any:
 
 @functools.cache
 def _with_derivative(kind: Kind, suffix: str) -> Callable[..., Any]:
-    _, save, pull = LATE[suffix]
+    save, pull = LATE[suffix]
     setup = None if save is None else functools.partial(save, kind)
     rules: Any = torch._library.autograd  # noqa: SLF001
     op = getattr(torch.ops.tilewise, f"{kind}{suffix}").default
@@ -631,12 +626,12 @@ def _pull_backward_op(kind: Kind, ctx: Any, *cotangents: Tensor | None) -> tuple
     return (ddout, ddlse, None, None, None, *[result.get(name) for name in names], *[None for _ in ctx.flags])
 
 
-# Rules of ops that torch gets on first use, because that takes as long as half of `import tilewise`: of vmap, what is
-# saved, and the derivative.
-LATE: dict[str, tuple[Callable[..., Any], Callable[..., None] | None, Callable[..., Any]]] = {
-    "_backward": (batching.backward_rule, _save_backward_op, _pull_backward_op),
-    "_tangent": (batching.tangent_rule, _save_tangent_op, _pull_tangent_op),
-    "_twice": (batching.twice_rule, None, refuse_third),
+# What is saved, and the derivative, of ops that torch gets on first use with their rule of vmap, because that takes as
+# long as half of `import tilewise`.
+LATE: dict[str, tuple[Callable[..., None] | None, Callable[..., Any]]] = {
+    "_backward": (_save_backward_op, _pull_backward_op),
+    "_tangent": (_save_tangent_op, _pull_tangent_op),
+    "_twice": (None, refuse_third),
 }
 
 

@@ -22,9 +22,16 @@ from tilewise.schemas import OPERANDS, unpack
 from tilewise.totals import lengths_of
 
 COUNTER = "torch.utils.flop_counter"
-# Arguments of a backward op before those of its forward: dout, dlse, out, lse, wanted. Tangent ops have out, lse and
-# five tangents, twice ops dout, dlse, the results with their tangents, wanted and five tangents.
-SAVED, ALONG, SAVED_TWICE = 5, 7, 12
+# By the end of an op's name: its arguments before those of the forward, and how many of its products have the width of
+# K and how many that of V.
+PASSES = {
+    "": (0, 1, 1),  # S = Q K^T; O = P V
+    "_logits": (0, 1, 1),
+    "_out": (0, 1, 1),
+    "_backward": (5, 3, 2),  # S again, dQ and dK; dP and dV
+    "_tangent": (7, 3, 3),  # S, Q' K^T and Q K'^T; P V' and (P S') V, and O unless it is known
+    "_twice": (12, 7, 3),  # S and S' again, two products for each of dQ and dK; dO V^T, dO V'^T and dV
+}
 
 
 def tell_counters() -> None:
@@ -44,49 +51,23 @@ def tell_counters() -> None:
 @functools.cache
 def _registered() -> dict[Any, Callable[..., int]]:
     """The formula of each op, registered with torch's counter."""
-    formulas: dict[Any, Callable[..., int]] = {}
-    passes = {"": _forward, "_logits": _forward, "_out": _forward_out, "_backward": _backward}
-    passes |= {"_tangent": _tangent, "_twice": _twice}
-    for kind in OPERANDS:
-        for suffix, formula in passes.items():
-            formulas[getattr(torch.ops.tilewise, kind + suffix)] = functools.partial(formula, kind)
+    formulas: dict[Any, Callable[..., int]] = {
+        getattr(torch.ops.tilewise, kind + suffix): functools.partial(_products, kind, suffix)
+        for kind in OPERANDS
+        for suffix in PASSES
+    }
     for op, formula in formulas.items():
         sys.modules[COUNTER].register_flop_formula(op, get_raw=True)(formula)
     return formulas
 
 
-def _forward(kind: Kind, *args: Any, out_val: Any = None) -> int:
-    """S = Q K^T and O = P V."""
+def _products(kind: Kind, suffix: str, *args: Any, out_val: Any = None) -> int:
     del out_val
-    problem, pairs = _sizes(kind, args)
-    return 2 * pairs * problem.num_heads * (problem.head_dim + problem.head_dim_v)
-
-
-def _forward_out(kind: Kind, *args: Any, out_val: Any = None) -> int:
-    """The same; the last argument is the memory of the result."""
-    return _forward(kind, *args[:-1], out_val=out_val)
-
-
-def _backward(kind: Kind, *args: Any, out_val: Any = None) -> int:
-    """S again, dQ and dK; dP and dV."""
-    del out_val
-    problem, pairs = _sizes(kind, args[SAVED:])
-    return 2 * pairs * problem.num_heads * (3 * problem.head_dim + 2 * problem.head_dim_v)
-
-
-def _tangent(kind: Kind, *args: Any, out_val: Any = None) -> int:
-    """S and O, unless it is known, Q' K^T, Q K'^T, P V' and (P S') V."""
-    del out_val
-    problem, pairs = _sizes(kind, args[ALONG:])
-    of_values = 3 if args[0] is None else 2
-    return 2 * pairs * problem.num_heads * (3 * problem.head_dim + of_values * problem.head_dim_v)
-
-
-def _twice(kind: Kind, *args: Any, out_val: Any = None) -> int:
-    """S and S' again, two products for each of dQ and dK; dO V^T, dO V'^T and dV."""
-    del out_val
-    problem, pairs = _sizes(kind, args[SAVED_TWICE:])
-    return 2 * pairs * problem.num_heads * (7 * problem.head_dim + 3 * problem.head_dim_v)
+    first, of_keys, of_values = PASSES[suffix]
+    # The last argument of an out op is the memory of the result.
+    problem, pairs = _sizes(kind, args[first:-1] if suffix == "_out" else args[first:])
+    of_values -= suffix == "_tangent" and args[0] is not None
+    return 2 * pairs * problem.num_heads * (of_keys * problem.head_dim + of_values * problem.head_dim_v)
 
 
 def _sizes(kind: Kind, args: tuple[Any, ...]) -> tuple[AttentionProblem, int]:

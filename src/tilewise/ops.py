@@ -92,15 +92,14 @@ def result(
     elif torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # noqa: SLF001
         out, lse = derivatives.attend_transformed(kind, operands, flags)
     elif operands.out is not None or flags.max_logits:
-        out, lse, *logits = call_more(kind, operands, flags)
-        return _picked(out, lse, logits, return_lse)
+        return picked(*call_more(kind, operands, flags), return_lse=return_lse)
     else:
         out, lse = call_op(kind, operands, flags)
     return (out, lse) if return_lse else out
 
 
-def _picked(out: Tensor, lse: Tensor, logits: Sequence[Tensor], return_lse: bool) -> calls.Result:
-    """What the caller asked for of (out, lse, max_logits)."""
+def picked(out: Tensor, lse: Tensor, *logits: Tensor, return_lse: bool) -> calls.Result:
+    """What the caller asked for of (out, lse), and max_logits if they were made."""
     results = (out, lse, *logits) if return_lse else (out, *logits)
     return cast("calls.Result", results if len(results) > 1 else out)
 
@@ -379,12 +378,6 @@ def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
     return (out, lse) if operands.max_logits is None else (out, lse, operands.max_logits)
 
 
-def _launch_backward(kind: Kind, operands: Operands, flags: Flags, *rest: Any) -> Gradients:
-    problem, chosen = _choose(kind, operands, flags)
-    with tracing.span(tracing.BACKWARD, operands, chosen.backend.name, problem):
-        return _run_backward(problem, chosen, operands, *rest)
-
-
 def _run_backward(
     problem: AttentionProblem,
     chosen: dispatch.Selection,
@@ -408,13 +401,8 @@ def _run_backward(
     return restored(problem, operands, gradients)
 
 
-def _forward(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _launch(kind, *unpack(kind, args))
-    return out, lse
-
-
-def _forward_logits(kind: Kind, *args: Any) -> tuple[Tensor, ...]:
-    return _launch(kind, *unpack(kind, args))
+def _forward(count: int, kind: Kind, *args: Any) -> tuple[Tensor, ...]:
+    return _launch(kind, *unpack(kind, args))[:count]
 
 
 def _forward_out(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
@@ -432,12 +420,8 @@ def _forward_out_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
     return lse, logits if flags.max_logits else lse.new_empty(0)
 
 
-def _forward_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
-    return _results_fake(kind, *unpack(kind, args))[:2]
-
-
-def _forward_logits_fake(kind: Kind, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _results_fake(kind, *unpack(kind, args))
+def _forward_fake(count: int, kind: Kind, *args: Any) -> tuple[Tensor, ...]:
+    return _results_fake(kind, *unpack(kind, args))[:count]
 
 
 def _results_fake(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor, Tensor]:
@@ -455,16 +439,15 @@ def _backward(
     kind: Kind, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool], *args: Any
 ) -> tuple[Tensor, ...]:
     operands, flags = unpack(kind, args)
-    gradients = _launch_backward(kind, operands, flags, out, lse, dout, dlse, Wanted(*wanted))
+    problem, chosen = _choose(kind, operands, flags)
+    with tracing.span(tracing.BACKWARD, operands, chosen.backend.name, problem):
+        gradients = _run_backward(problem, chosen, operands, out, lse, dout, dlse, Wanted(*wanted))
     return derivatives.materialised(operands, gradients, Wanted(*wanted))
 
 
-def _backward_fake(
-    kind: Kind, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool], *args: Any
-) -> tuple[Tensor, ...]:
-    del dout, dlse, out, lse
-    operands, _ = unpack(kind, args)
-    return derivatives.fake_gradients(operands, Wanted(*wanted))
+def _backward_fake(kind: Kind, *args: Any) -> tuple[Tensor, ...]:
+    operands, _ = unpack(kind, args[5:])
+    return derivatives.fake_gradients(operands, Wanted(*args[4]))
 
 
 def _save(kind: Kind, ctx: Any, inputs: Args, output: tuple[Tensor, ...]) -> None:
@@ -491,19 +474,14 @@ def _autograd(
     return (*(result.get(name) for name in names), *(None for _ in ctx.flags))
 
 
-def _refuse_vmap(name: str, info: Any, in_dims: Any, *args: Any) -> Any:
-    del info, in_dims, args
-    _refuse_transforms(name, dual=True)
-
-
 def _register(library: torch.library.Library, kind: Kind) -> None:
     given, saved = schema(kind), "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool[] wanted"
     logits, gradients = "Tensor lse, Tensor max_logits", "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
-    define = functools.partial(derivatives.define, library, kind)
-    define("", given, "Tensor out, Tensor lse", _forward, _forward_fake)
-    define("_logits", given, f"Tensor out, {logits}", _forward_logits, _forward_logits_fake)
-    define("_out", f"{given}, Tensor(a!) out", logits, _forward_out, _forward_out_fake)
-    define("_backward", f"{saved}, {given}", gradients, _backward, _backward_fake)
+    define = functools.partial(derivatives.define, library)
+    define(kind, f"({given}) -> (Tensor out, Tensor lse)", _forward, _forward_fake, 2, kind)
+    define(f"{kind}_logits", f"({given}) -> (Tensor out, {logits})", _forward, _forward_fake, 3, kind)
+    define(f"{kind}_out", f"({given}, Tensor(a!) out) -> ({logits})", _forward_out, _forward_out_fake, kind)
+    define(f"{kind}_backward", f"({saved}, {given}) -> ({gradients})", _backward, _backward_fake, kind)
     for name in (kind, f"{kind}_logits"):
         torch.library.register_autograd(
             f"tilewise::{name}",
@@ -512,9 +490,9 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
             lib=library,
         )
     for suffix, asked in (("out", "out="), ("logits", "return_max_logits=True")):
-        refuse_it = functools.partial(_refuse_vmap, asked)
+        refuse_it = functools.partial(lambda name, *_: _refuse_transforms(name, dual=True), asked)
         torch.library.register_vmap(f"tilewise::{kind}_{suffix}", refuse_it, lib=library)
-    rule = functools.partial(batching.vmapped, operand_names(kind), kind, batching.forward_rule)
+    rule = functools.partial(batching.vmapped, operand_names(kind), kind, "")
     torch.library.register_vmap(f"tilewise::{kind}", rule, lib=library)
     derivatives.register(library, kind)
 

@@ -16,9 +16,5 @@ def is_forked() -> bool:
     return os.getpid() != _IMPORTED_IN
 
 
-def _work_alone() -> None:
-    torch.set_num_threads(1)
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_work_alone)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))

@@ -376,7 +376,9 @@ class TileMask:
             f"{100 * self.density:.1f} % of {self.tiles.numel():,} tiles, {counts.full:,} full, "
             f"{counts.partial:,} partial, {format_bytes(self.nbytes)})"
         )
-        return "\n".join([head, *self._picture()])
+        # The tiles of the first sequence and head, several in a character where there are many.
+        rows = self._shares(0, 0, PICTURE)
+        return "\n".join([head, *("".join("█" if x == 1.0 else "·" if x == 0.0 else "▒" for x in row) for row in rows)])
 
     def plot(self, batch: int = 0, head: int = 0) -> str:
         """The tiles of one sequence and head as an SVG: full ones dark, partial ones light."""
@@ -391,11 +393,6 @@ class TileMask:
         frame = f'<rect width="{width}" height="{height}" fill="none" stroke="#868e96"/>'
         size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
         return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><g fill="#1c7ed6">{tiles}</g>{frame}</svg>'
-
-    def _picture(self) -> list[str]:
-        """The tiles of the first sequence and head, several in a character where there are many."""
-        shares = self._shares(0, 0, PICTURE)
-        return ["".join("█" if x == 1.0 else "·" if x == 0.0 else "▒" for x in row) for row in shares]
 
     def _shares(self, batch: int, head: int, most: int) -> list[list[float]]:
         """0 for empty tiles, 1 for full ones, between for others, averaged to at most so many rows and columns."""

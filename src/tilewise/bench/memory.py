@@ -43,18 +43,12 @@ def peak_extra_memory(run: Run) -> int:
 @functools.cache
 def _sees_every_call() -> bool:
     """Whether the high-water mark shows memory that an earlier call had freed."""
-    if not _resettable():
-        return False
-    peaks = [_resident_peak(lambda: torch.ones(PROBE, dtype=torch.uint8)) for _ in range(2)]
-    return min(peaks) > PROBE // 2
-
-
-def _resettable() -> bool:
     try:
         CLEAR.write_text(RESET_PEAK)
     except OSError:
         return False
-    return True
+    peaks = [_resident_peak(lambda: torch.ones(PROBE, dtype=torch.uint8)) for _ in range(2)]
+    return min(peaks) > PROBE // 2
 
 
 def _resident_peak(run: Run) -> int:

@@ -28,16 +28,11 @@ KEYS_PER_DRAW = 4
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What all pieces of a call share. `slopes` are fp32 (heads,), or one row per batch entry or packed document;
-    `head` is the number of the first local head, for dropout.
+    """What all pieces of a call share: flags, to which each piece has its own window. `slopes` are fp32 (heads,), or
+    one row per batch entry or packed document; `head` is the number of the first local head, for dropout.
     """
 
-    scale: float
-    softcap: float | None
-    dropout: float
-    deterministic: bool
-    needs_grad: bool
-    backend: str
+    flags: Flags
     offset: int = 0
     packed: bool = False
     slopes: Tensor | None = None
@@ -169,7 +164,7 @@ def piece_forward(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> 
     """(out, lse) of a piece's rows, heads first. q, k and v are whole shards, heads first."""
     block = _block(call, piece, q, k, v)
     problem = block.problem
-    backend = dispatch.select(problem, device.of(q.device), call.backend).backend
+    backend = dispatch.select(problem, device.of(q.device), call.flags.backend).backend
     with tracing.span(tracing.FORWARD, block.operands, backend.name, problem):
         out, lse = backend.forward(problem, canonical(problem, block.operands))
     if problem.kind == "varlen":
@@ -186,7 +181,7 @@ def piece_backward(
     rows = saved.rows_of(piece, block.shift)
     if problem.kind == "varlen":
         rows = rows.packed()
-    backend = dispatch.select(problem, device.of(q.device), call.backend).backend
+    backend = dispatch.select(problem, device.of(q.device), call.flags.backend).backend
     operands = canonical(problem, block.operands)
     if backend.name == "reference":
         rows = _as_of_the_piece(*backend.forward(problem, operands), rows)
@@ -231,7 +226,7 @@ def _block(call: Call, piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> Block:
     k, v = (t[:, :, piece.k_start : piece.k_stop] for t in (k, v))
     if piece.cu_seqlens is not None:
         return _packed_block(call, piece, *(t[0].transpose(0, 1) for t in (q, k, v)))
-    hidden = piece.where.k0 % KEYS_PER_DRAW if call.dropout > 0.0 else 0
+    hidden = piece.where.k0 % KEYS_PER_DRAW if call.flags.dropout > 0.0 else 0
     mask = None
     if hidden:
         k, v = (torch.cat([t.new_zeros((*t.shape[:2], hidden, t.shape[3])), t], 2) for t in (k, v))
@@ -304,23 +299,15 @@ def _tilt(
 
 def _seed(call: Call, piece: Piece, hidden: int) -> Tensor | None:
     """The seed, followed by the origin of the piece's random counters: batch, head, row and key."""
-    if call.seed is None or call.dropout == 0.0:
+    if call.seed is None or call.flags.dropout == 0.0:
         return None
     origin = (piece.document, call.head, piece.where.q0, piece.where.k0 - hidden)
     return torch.cat([call.seed.reshape(1), _index_tensor(origin, torch.int64, call.seed.device)])
 
 
 def _problem(call: Call, piece: Piece, operands: Operands) -> AttentionProblem:
-    flags = Flags(
-        causal=piece.right == 0,
-        window_left=piece.left,
-        window_right=None if piece.right == 0 else piece.right,
-        scale=call.scale,
-        softcap=call.softcap,
-        dropout=call.dropout,
-        deterministic=call.deterministic,
-        needs_grad=call.needs_grad,
-    )
+    causal, right = piece.right == 0, piece.right or None
+    flags = call.flags._replace(causal=causal, window_left=piece.left, window_right=right)
     if piece.cu_seqlens is None:
         return validation.problem_of("dense", operands, flags)
     longest = max(b - a for a, b in itertools.pairwise(piece.cu_seqlens))

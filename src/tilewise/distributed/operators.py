@@ -6,6 +6,7 @@ node and every rank runs the same sequence of exchanges. Groups are passed by na
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -202,12 +203,11 @@ def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, 
     left, right = problem.band
     sizes = (world, settings.sharding, rows_q, rows_k, seqlen, seqlen_k, left, right, documents)
     layout = Layout(*sizes, tilted=slopes is not None, random=settings.dropout > 0.0)
-    shared = (settings.softcap, settings.dropout, settings.deterministic, any(settings.grads), settings.backend)
     seed = tensors.seed
     if seed is not None and seed.device != q.device and seed.device.type == "cpu":
         # A fill, which unlike a copy does not block the host.
         seed = torch.full((), int(seed), dtype=torch.int64, device=q.device)
-    return layout, Call(problem.scale, *shared, layout.offset, packed, slopes, seed)
+    return layout, Call(settings.flags()._replace(scale=problem.scale), layout.offset, packed, slopes, seed)
 
 
 def whole_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> tuple[int, int]:
@@ -281,22 +281,13 @@ def _exchange_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _register(library: torch.library.Library) -> None:
-    saved = "Tensor? dout, Tensor? dlse, Tensor out, Tensor lse"
-    tags = (torch.Tag.pt2_compliant_tag,)
-    library.define(f"context_parallel({SCHEMA}) -> (Tensor out, Tensor lse)", tags=tags)
-    library.define(
-        f"context_parallel_backward({saved}, {SCHEMA}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)", tags=tags
-    )
-    library.define(
-        "exchange_heads(Tensor tensor, SymInt[] send, SymInt[] receive, str group, str context) -> Tensor", tags=tags
-    )
-    for name, real, fake in (
-        ("context_parallel", _forward, _forward_fake),
-        ("context_parallel_backward", _backward, _backward_fake),
-        ("exchange_heads", _exchange, _exchange_fake),
-    ):
-        library.impl(name, real, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"tilewise::{name}", fake, lib=library)
+    gradients = "Tensor dq, Tensor dk, Tensor dv, Tensor dsinks"
+    backward = f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {SCHEMA}) -> ({gradients})"
+    exchange = "(Tensor tensor, SymInt[] send, SymInt[] receive, str group, str context) -> Tensor"
+    define = functools.partial(derivatives.define, library)
+    define("context_parallel", f"({SCHEMA}) -> (Tensor out, Tensor lse)", _forward, _forward_fake)
+    define("context_parallel_backward", backward, _backward, _backward_fake)
+    define("exchange_heads", exchange, _exchange, _exchange_fake)
     register = torch.library.register_autograd
     register("tilewise::context_parallel", _autograd, setup_context=_save, lib=library)
     register("tilewise::context_parallel_backward", derivatives.refuse_second, lib=library)

@@ -28,10 +28,9 @@ from torch import Tensor
 
 from tilewise import settings
 from tilewise.errors import InvalidProblem, Unsupported
+from tilewise.fp8 import rounding
 from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
 from tilewise.fp8.rotation import rotate
-from tilewise.fp8.rounding import INDEX_BITS, encode, encode_rotated, encode_rows
-from tilewise.fp8.scales import AMAX_FLOOR, broadcast_scale, inverse_of, scale_of
 from tilewise.subclasses import check_class
 from tilewise.totals import check_totals, longest_of
 
@@ -72,9 +71,10 @@ def quantize(
     _check_call(x, granularity, layout, cu_seqlens, block, nonfinite)
     if not isinstance(rotation, bool):
         raise InvalidProblem("rotation", "True or False", repr(rotation), "Pass a Python bool.")
-    if rotation and x.shape[-1] > 1 << INDEX_BITS:
+    if rotation and x.shape[-1] > 1 << rounding.INDEX_BITS:
         fix = "Quantise wider rows, such as latents, without rotation."
-        raise InvalidProblem("rotation", f"False for rows of more than {1 << INDEX_BITS} columns", x.shape[-1], fix)
+        expected = f"False for rows of more than {1 << rounding.INDEX_BITS} columns"
+        raise InvalidProblem("rotation", expected, x.shape[-1], fix)
     rows = int(block or BLOCK) if granularity == "block" else None
     kind: Fp8Layout = layout if cu_seqlens is None else "packed"
     if cu_seqlens is not None:
@@ -96,7 +96,7 @@ def quantize(
 
 def quantize_pages(pages: Tensor, *, dtype: torch.dtype = E4M3) -> Fp8Tensor:
     """Pages (num_pages, page_size, heads, dim) of keys or values in e4m3, with one scale per (page, head), or with
-    `dtype=torch.int8` in int8, with one per (token, head): see `encode_rows`.
+    `dtype=torch.int8` in int8, with one per (token, head): see `rounding.encode_rows`.
 
     >>> quantize_pages(torch.randn(8, 16, 2, 64)).scale.shape
     torch.Size([8, 2, 1])
@@ -111,7 +111,7 @@ def quantize_pages(pages: Tensor, *, dtype: torch.dtype = E4M3) -> Fp8Tensor:
         raise InvalidProblem("pages", "4 dimensions", f"shape {tuple(pages.shape)}", fix)
     made_from = torch.float16 if pages.dtype == torch.float16 else torch.bfloat16
     if dtype == torch.int8:
-        codes, scales = encode_rows(pages.detach())
+        codes, scales = rounding.encode_rows(pages.detach())
         return Fp8Tensor(
             codes.contiguous(), scales.transpose(1, 2).contiguous(), "token", "paged", block=1, dtype=made_from
         )
@@ -151,13 +151,13 @@ def _quantized(
     rows = [_prepared(x[a:b].transpose(0, 1)[None], rotation) for a, b in itertools.pairwise(bounds)]
     longest = max([0, *(each.values.shape[2] for each in rows)]) if max_seqlen is None else max_seqlen
     shape = (len(rows), x.shape[1], -(-longest // block) if block else 1)
-    scale = x.new_full(shape, AMAX_FLOOR / E4M3_MAX, dtype=torch.float32)
+    scale = x.new_full(shape, rounding.AMAX_FLOOR / E4M3_MAX, dtype=torch.float32)
     amax: Tensor | None = None
     if given is not None:
-        given = scale = broadcast_scale(given, shape)
+        given = scale = rounding.broadcast_scale(given, shape)
     elif granularity == "tensor":
         amax = torch.stack([x.new_zeros(1, 1, 1).float(), *(_amax(r.values, "tensor", None, 1) for r in rows)]).amax(0)
-        scale = scale_of(amax).expand(shape)
+        scale = rounding.scale_of(amax).expand(shape)
     data = torch.zeros(x.shape, dtype=torch.uint8, device=x.device).view(E4M3)
     for i, each in enumerate(rows):
         used = -(-each.values.shape[2] // block) if block else 1
@@ -177,8 +177,8 @@ class _Rows(NamedTuple):
     def encoded(self, inverse: Tensor) -> Tensor:
         """The rows in e4m3."""
         if self.before is None:
-            return encode(self.values, inverse)
-        return encode_rotated(self.before, self.values, inverse)
+            return rounding.encode(self.values, inverse)
+        return rounding.encode_rotated(self.before, self.values, inverse)
 
 
 def _prepared(heads_first: Tensor, rotation: bool) -> _Rows:
@@ -193,11 +193,11 @@ def _dense(
     batch, heads, length, _ = values.shape
     blocks = -(-length // block) if block else 1
     if given is not None:
-        scale = broadcast_scale(given, (batch, heads, blocks))
+        scale = rounding.broadcast_scale(given, (batch, heads, blocks))
         inverse = torch.ones_like(scale) / scale
     else:
         amax = _amax(values, granularity, block, blocks) if amax is None else amax
-        scale, inverse = (f(amax).expand(batch, heads, blocks) for f in (scale_of, inverse_of))
+        scale, inverse = (f(amax).expand(batch, heads, blocks) for f in (rounding.scale_of, rounding.inverse_of))
     index = torch.arange(length, device=values.device) // (block or max(length, 1))
     return rows.encoded(inverse[:, :, index, None]), scale
 

@@ -1,5 +1,5 @@
-"""Rounding to e4m3: to the nearest number, and for rotated rows so that their largest channel keeps its value; and
-rounding of rows to int8.
+"""Scales, and rounding by them: to e4m3 (amax / 448) and int8 (amax / 127), to the nearest number, and of rotated rows
+so that their largest channel keeps its value.
 
 Rotation spreads a row's outlier over all channels, and their rounding errors add up again to an error of the outlier.
 That is the channel in which products with other outliers are large, so its error matters most. Of the two codes around
@@ -22,16 +22,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import E4M3, E4M3_MAX, INT8_MAX
 from tilewise.fp8.rotation import directions, part_sizes
-from tilewise.fp8.scales import inverse_of, scale_of
-
-__all__ = ["INDEX_BITS", "encode", "encode_rotated", "encode_rows"]
 
 # Low bits of a magnitude that are replaced by the channel number (rows are up to 512 wide).
 INDEX_BITS = 9
 # Adding and subtracting it rounds errors, which are at most 16, to multiples of 2^-11.
 GRID = 1.5 * 2.0**12
+# Groups of smaller numbers use this amax: its inverse stays finite, and so does the ratio of any two scales.
+AMAX_FLOOR = 2.0**-96
+
+
+def scale_of(amax: Tensor, most: float = E4M3_MAX) -> Tensor:
+    """The scale of groups with these largest magnitudes; `most` is the largest code."""
+    amax = amax.clamp_min(AMAX_FLOOR)
+    # Divide by a tensor: for a number, torch multiplies by its reciprocal on a GPU, which rounds twice.
+    return amax / torch.full_like(amax, most)
+
+
+def inverse_of(amax: Tensor, most: float = E4M3_MAX) -> Tensor:
+    """The factor of values before rounding."""
+    amax = amax.clamp_min(AMAX_FLOOR)
+    return torch.full_like(amax, most) / amax
+
+
+def broadcast_scale(given: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """A given scale for every (batch entry, head, block)."""
+    fits = given.dim() <= len(shape) and all(
+        size in (1, full) for size, full in zip(reversed(given.shape), reversed(shape), strict=False)
+    )
+    if not fits:
+        expected = f"a shape that broadcasts to (batch, heads, blocks) = {shape}"
+        raise InvalidProblem("scale", expected, tuple(given.shape), "One for every (sequence, head, block), or 1.")
+    return given.expand(shape)
 
 
 def encode(x: Tensor, inverse: Tensor) -> Tensor:

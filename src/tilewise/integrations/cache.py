@@ -25,15 +25,13 @@ from tilewise.fp8.container import E4M3
 from tilewise.integrations.flash import Descales
 from tilewise.integrations.translation import check_integers, number_of, places, require_tensors
 from tilewise.kv.writing import write_rows
+from tilewise.memory import overlap, overlaps_itself
 from tilewise.nn.rotary import check_tables, rotate
 from tilewise.totals import check_totals
 
 Lengths = int | Tensor
 LENGTHS = "An int for all sequences, or int32 (batch,)."
 Write = Callable[[], None]
-# (stride, least index, largest index) of a dimension, in bytes.
-Dim = tuple[int, int, int]
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
 # K and V.
 Pair = tuple[Tensor, Tensor]
 
@@ -222,12 +220,12 @@ def append_and_attend(
             raise InvalidProblem("qv", expected, tuple(qv.shape), "It meets the rows of v.")
         q, store = torch.cat((qv.to(q.dtype), q), -1), store.joined()
     whole = store.table is None and store.batch_idx is None and store.leftpad is None
+    how = _How(write, chunk, descales if store.k.dtype == E4M3 else None, flags)
     if whole and isinstance(total, int) and cu_seqlens_q is None:
-        return _attend_dense(q, store, total, write, chunk, descales, flags)
+        return _attend_dense(q, store, total, how)
     if not isinstance(total, Tensor):
         total = torch.full((batch,), total, dtype=torch.int32, device=q.device)
-    flags |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    return _attend_paged(q, store, total.int(), write, chunk, descales, flags)
+    return _attend_paged(q, store, total.int(), how, cu_seqlens_q, max_seqlen_q)
 
 
 def _checked_lengths(name: str, seqlens: Any, batch: int) -> Any:
@@ -319,65 +317,57 @@ def _appending(
     return functools.partial(write_rows, *rows, store.k, store.v, slots.flatten()), q
 
 
-def _attend_dense(
-    q: Tensor,
-    store: Store,
-    total: int,
-    write: Write | None,
-    chunk: int,
-    descales: Descales | None,
-    flags: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
+class _How(NamedTuple):
+    """What is done besides attending: the write before it, chunks of keys, the descales of an e4m3 store; and flags."""
+
+    write: Write | None
+    chunk: int
+    descales: Descales | None
+    flags: dict[str, Any]
+
+
+def _attend_dense(q: Tensor, store: Store, total: int, how: _How) -> tuple[Tensor, Tensor]:
     if total > store.capacity:
         fix = "Pass at most the length of the cache."
         raise InvalidProblem("cache_seqlens", f"at most {store.capacity}, the capacity of the cache", total, fix)
     k, v = store.k[: len(q), :total], store.v[: len(q), :total]
-    if chunk:
-        ends = torch.full((1,), total, dtype=torch.int64, device=q.device)
-        flags["mask"] = _same_chunk(ends, ends.new_full((1,), q.shape[1]), q.shape[1], total, chunk)
     attended: Any = q, k, v
-    if descales is not None and k.dtype == E4M3:
-        attended = descales.containers(q, k, v, len(q), "bshd")
-    if write is not None:
-        return attention_after(write, "dense", attended, layout="bshd", **flags)
-    return attention(*attended, layout="bshd", return_lse=True, **flags)
+    flags = how.flags | {"layout": "bshd"}
+    if how.chunk:
+        ends = torch.full((1,), total, dtype=torch.int64, device=q.device)
+        flags["mask"] = _same_chunk(ends, ends.new_full((1,), q.shape[1]), q.shape[1], total, how.chunk)
+    if how.descales is not None:
+        attended = how.descales.containers(q, k, v, len(q), "bshd")
+    if how.write is not None:
+        return attention_after(how.write, "dense", attended, **flags)
+    return attention(*attended, return_lse=True, **flags)
 
 
 def _attend_paged(
-    q: Tensor,
-    store: Store,
-    total: Tensor,
-    write: Write | None,
-    chunk: int,
-    descales: Descales | None,
-    flags: dict[str, Any],
+    q: Tensor, store: Store, total: Tensor, how: _How, starts: Tensor | None, longest: int | None
 ) -> tuple[Tensor, Tensor]:
-    batch, starts = total.numel(), flags["cu_seqlens_q"]
+    """Queries are packed by `starts`, their running totals, or dense without them."""
+    batch, dense_q = total.numel(), starts is None
     k, v, table = store.pages(batch)
     seqlens_k = total if store.leftpad is None else (total - store.leftpad.int()).clamp(min=0)
-    dense_q, packed = starts is None, q.flatten(0, 1) if starts is None else q
-    longest = flags["max_seqlen_q"]
-    if dense_q:
+    packed = q.flatten(0, 1) if dense_q else q
+    if starts is None:
         longest = q.shape[1]
         starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * longest
-    elif longest is None:
-        longest = q.shape[0]
-    one_row = dense_q and longest == 1
-    flags |= (
-        {"cu_seqlens_q": None, "max_seqlen_q": None} if one_row else {"cu_seqlens_q": starts, "max_seqlen_q": longest}
-    )
-    if chunk:
-        flags["mask"] = _same_chunk(seqlens_k, starts.diff(), longest, table.shape[1] * k.shape[1], chunk)
-    fp8 = descales if k.dtype == E4M3 else None
-    attended: Any = (packed, k, v) if fp8 is None else fp8.paged(packed, k, v, batch)
-    if write is None:
-        query, keys, values = attended
-        out, lse = attention_paged(query, keys, values, table, seqlens_k, return_lse=True, **flags)
+    longest = q.shape[0] if longest is None else longest
+    flags = how.flags | {"block_table": table, "seqlens_k": seqlens_k}
+    if not (dense_q and longest == 1):
+        flags |= {"cu_seqlens_q": starts, "max_seqlen_q": longest}
+    if how.chunk:
+        flags["mask"] = _same_chunk(seqlens_k, starts.diff(), longest, table.shape[1] * k.shape[1], how.chunk)
+    attended: Any = (packed, k, v) if how.descales is None else how.descales.paged(packed, k, v, batch)
+    if how.write is None:
+        out, lse = attention_paged(*attended, return_lse=True, **flags)
     else:
-        through = write if store.leftpad is None else functools.partial(_write_through, write, store, k, v)
-        out, lse = attention_after(through, "paged", attended, block_table=table, seqlens_k=seqlens_k, **flags)
-    if fp8 is not None:
-        out = fp8.rescaled(out, flags["cu_seqlens_q"])
+        through = how.write if store.leftpad is None else functools.partial(_write_through, how.write, store, k, v)
+        out, lse = attention_after(through, "paged", attended, **flags)
+    if how.descales is not None:
+        out = how.descales.rescaled(out, flags.get("cu_seqlens_q"))
     if not dense_q:
         return out, lse
     return out.unflatten(0, (batch, longest)), lse.unflatten(1, (batch, longest)).transpose(0, 1)
@@ -439,14 +429,13 @@ def _check_apart(caches: Pair, new: Pair, rows: int | None) -> None:
     """
     if torch.compiler.is_compiling() or any(type(t) is not Tensor or t.is_meta for t in (*caches, *new)):
         return
-    layouts = [(t.shape if rows is None else (min(rows, len(t)), *t.shape[1:]), t.stride()) for t in caches]
-    for name, layout in zip(("k_cache", "v_cache"), layouts, strict=True):
-        if _overlaps_itself(*layout):
+    k, v = (t[:rows] for t in caches)
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        if overlaps_itself(cache):
             fix = "New tokens would overwrite one another. Pass a copy (.contiguous()) and keep that."
-            raise InvalidProblem(name, "rows that share no memory", f"shape {layout[0]}, strides {layout[1]}", fix)
-    k, v = caches
-    apart = k.device != v.device or not _overlap(_distance(caches), k.element_size(), v.element_size(), *layouts)
-    if not apart and not _is_part(caches, new):
+            got = f"shape {tuple(cache.shape)}, strides {cache.stride()}"
+            raise InvalidProblem(name, "rows that share no memory", got, fix)
+    if k.device == v.device and overlap(k, v) and not _is_part(caches, new):
         fix = "Appending v would overwrite k: give each its own memory, or write the cache and call without k and v."
         raise InvalidProblem("v_cache", "memory that k_cache does not use", "a view of the same", fix)
 
@@ -462,40 +451,3 @@ def _is_part(caches: Pair, new: Pair) -> bool:
     inside = 0 <= begin <= (k.shape[-1] - v.shape[-1]) * k.element_size()
     alike = all(a.dtype == b.dtype and a.stride() == b.stride() for a, b in (caches, new))
     return inside and alike and k.stride(-1) == new[0].stride(-1) == 1 and begin == _distance(new)
-
-
-@functools.lru_cache(maxsize=1024)
-def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two indices may address the same element: not if each stride exceeds the extent of all smaller ones."""
-    if 0 in shape:
-        return False
-    reach = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-@functools.lru_cache(maxsize=1024)
-def _overlap(distance: int, k_size: int, v_size: int, k: Layout, v: Layout) -> bool:
-    """Whether an element of k and one of v, which begins `distance` bytes after k, share a byte."""
-    if 0 in k[0] or 0 in v[0]:
-        return False
-    dims = [(stride * k_size, 0, size - 1) for size, stride in zip(*k, strict=True)]
-    dims += [(stride * v_size, 1 - size, 0) for size, stride in zip(*v, strict=True)]
-    # The bytes of an element.
-    dims.append((1, 1 - v_size, k_size - 1))
-    return _meets(distance, sorted(dims, reverse=True))
-
-
-def _meets(distance: int, dims: list[Dim]) -> bool:
-    """Whether indices within the bounds reach `distance` exactly. Larger strides come first: they leave few choices."""
-    if not dims:
-        return distance == 0
-    (stride, low, high), *rest = dims
-    least, most = (sum(each[0] * each[end] for each in rest) for end in (1, 2))
-    if stride == 0:
-        return least <= distance <= most and _meets(distance, rest)
-    first, last = max(low, -((most - distance) // stride)), min(high, (distance - least) // stride)
-    return any(_meets(distance - stride * index, rest) for index in range(first, last + 1))

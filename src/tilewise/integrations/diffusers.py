@@ -17,16 +17,8 @@ from torch import Tensor
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations.translation import (
-    UNBOUNDED,
-    flag_of,
-    number_of,
-    require_tensors,
-    softcap_of,
-    top_left,
-    window_of,
-    worded,
-)
+from tilewise.integrations import translation
+from tilewise.integrations.translation import UNBOUNDED, worded
 
 __all__ = ["NAME", "attend", "register"]
 
@@ -100,16 +92,16 @@ def attend(
         )
     if return_attn_probs:
         raise Unsupported("return_attn_probs: pass return_lse=True, which is what diffusers' own kernels return by it")
-    require_tensors(query=query, key=key, value=value)
+    translation.require_tensors(query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             fix = "Reshape it."
             raise InvalidProblem(name, "(batch, seqlen, heads, dim)", f"shape {tuple(tensor.shape)}", fix)
-    if not flag_of("enable_gqa", enable_gqa) and query.shape[2] != key.shape[2]:
+    if not translation.flag_of("enable_gqa", enable_gqa) and query.shape[2] != key.shape[2]:
         fix = "Pass enable_gqa=True to let several query heads share a key head."
         raise InvalidProblem("key", f"{query.shape[2]} heads as query has", key.shape[2], fix)
-    window = window_of(window_size)
-    causal = flag_of("is_causal", is_causal)
+    window = translation.window_of(window_size)
+    causal = translation.flag_of("is_causal", is_causal)
     if causal:
         if attn_mask is not None:
             fix = "Fold the triangle into attn_mask."
@@ -117,13 +109,13 @@ def attend(
         if window is not None and query.shape[1] != key.shape[1]:
             fix = "They are aligned with different corners: pass a mask instead."
             raise InvalidProblem("window_size", "no window beside is_causal for unequal lengths", window, fix)
-        causal, wide, key, value = top_left(query, key, value, 1)
+        causal, wide, key, value = translation.top_left(query, key, value, 1)
         window = wide or window
-    flags: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap_of(softcap)}
-    flags |= {"dropout": number_of(dropout_p, "dropout_p"), "scale": number_of(scale, "scale")}
-    flags["deterministic"] = True if flag_of("deterministic", deterministic) else None
+    flags: dict[str, Any] = {"causal": causal, "window": window, "softcap": translation.softcap_of(softcap)}
+    flags |= {"dropout": translation.number_of(dropout_p, "dropout_p"), "scale": translation.number_of(scale, "scale")}
+    flags["deterministic"] = True if translation.flag_of("deterministic", deterministic) else None
     if attn_mask is not None:
-        require_tensors(attn_mask=attn_mask)
+        translation.require_tensors(attn_mask=attn_mask)
         is_padding = tuple(attn_mask.shape) == (query.shape[0], key.shape[1])
         mask = attn_mask[:, None, None, :] if is_padding else attn_mask
         flags["bias" if mask.is_floating_point() else "mask"] = mask

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.fp8.quantisation import quantize
 from tilewise.kv.quantised import append_quantised
-from tilewise.kv.shared import shared_prefix_of
+from tilewise.kv.tables import shared_prefix_of
 from tilewise.kv.writing import write_rows
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 
@@ -80,6 +80,21 @@ class Batch:
             self.shared_prefix = shared_prefix_of(table.numpy(), before, counts, self.page_size)
 
 
+class _Pages(NamedTuple):
+    """The views of a cache, and the cache and scales that they were made of: `written` takes new rows, as bytes of e4m3
+    codes, `attended` is what attention reads, `scales` are those of 8 bits.
+    """
+
+    kv_cache: Cache
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    written: tuple[Tensor, Tensor]
+    attended: tuple[Pages, Pages]
+    scales: tuple[Tensor, ...]
+    row_shapes: tuple[torch.Size, ...]
+    page_size: int
+
+
 class Layer:
     """One attention layer of a model, with what never changes between steps."""
 
@@ -117,49 +132,43 @@ class Layer:
         if is_int8 and (is_e4m3 or latent_values is not None):
             raise Unsupported("an int8 cache holds keys and values of their own, not latents or e4m3")
         self.num_heads, self.head_dim, self.num_kv_heads = num_heads, head_dim, num_kv_heads
-        self.scale, self.role, self.is_e4m3, self.is_int8 = float(scale), role, is_e4m3, is_int8
-        self.latent_values = latent_values
-        self.softcap = float(softcap) if softcap else None
-        self.sinks = sinks
+        self.role, self.is_e4m3, self.is_int8, self.latent_values = role, is_e4m3, is_int8, latent_values
+        self._flags: dict[str, Any] = {
+            "softcap": float(softcap) if softcap else None,
+            "scale": float(scale),
+            "sinks": sinks,
+        }
         self._slopes = None if alibi_slopes is None else [float(slope) for slope in alibi_slopes]
         self._alibi: Tensor | None = None
         left = None if window is None else window - 1
         self._windows = {True: None if left is None else (left, 0), False: None if left is None else (left, left)}
-        # The engine's cache, and the scales, that the views below were made of.
-        self._source: tuple[Cache, Tensor | None, Tensor | None] | None = None
-        self._views: tuple[Tensor, Tensor] | None = None
-        self._attended: tuple[Pages, Pages] | None = None
-        self._page_size, self._row_shapes = 0, tuple[torch.Size, ...]()
-        # Those of an int8 cache.
-        self._scales: tuple[Tensor, Tensor] | None = None
+        self._pages: _Pages | None = None
 
-    def pages(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
-        """Make the views of a cache that `write` and `attend` use; remembered while the cache is the same object."""
+    def pages(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> _Pages:
+        """The views of a cache that `write` and `attend` use."""
         k, v = kv_cache if isinstance(kv_cache, tuple) else self._apart(kv_cache)
         if k.dtype != v.dtype:
             raise InvalidProblem("kv_cache", f"values in the dtype of keys, {k.dtype}", v.dtype, "Store both alike.")
-        if self.is_e4m3:
-            k, v = k.view(E4M3), v.view(E4M3)
         attended: tuple[Pages, Pages] = (k, v)
+        scales: tuple[Tensor, ...] = ()
         if self.is_e4m3:
             if k_scale is None or v_scale is None:
                 fix = "Pass the layer's scales."
                 raise InvalidProblem("k_scale, v_scale", "the scales of an e4m3 cache", None, fix)
-            attended = self._scaled(k, k_scale), self._scaled(v, v_scale)
+            k, v = k.view(E4M3), v.view(E4M3)
+            attended, scales = (self._scaled(k, k_scale), self._scaled(v, v_scale)), (k_scale, v_scale)
         if self.is_int8:
             assert isinstance(kv_cache, Tensor)
-            numbers = kv_cache.view(torch.float32)
-            self._scales = numbers[..., -2], numbers[..., -1]
-            attended = (
-                Fp8Tensor(k, self._scales[0], "token", "paged", 1),
-                Fp8Tensor(v, self._scales[1], "token", "paged", 1),
+            scales = kv_cache.view(torch.float32)[..., -2:].unbind(-1)
+            k_tokens, v_tokens = (
+                Fp8Tensor(t, scale, "token", "paged", 1) for t, scale in zip((k, v), scales, strict=True)
             )
-        self._page_size = k.shape[1]
+            attended = k_tokens, v_tokens
         # New rows of latents come in two parts, those past V as k.
         rows = (k if self.latent_values is None else k[..., self.latent_values :], v)
-        self._views = (rows[0].view(torch.uint8), v.view(torch.uint8)) if self.is_e4m3 else rows
-        self._row_shapes = tuple(pages.shape[2:] for pages in rows)
-        self._attended = attended
+        written = (rows[0].view(torch.uint8), v.view(torch.uint8)) if self.is_e4m3 else rows
+        row_shapes = tuple(pages.shape[2:] for pages in rows)
+        return _Pages(kv_cache, k_scale, v_scale, written, attended, scales, row_shapes, k.shape[1])
 
     def _apart(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a tensor that has both."""
@@ -191,26 +200,18 @@ class Layer:
         shape = (len(pages), self.num_kv_heads, 1)
         return Fp8Tensor(pages, scale.reshape(1, -1, 1).expand(shape), "page", "paged")
 
-    def _of(self, kv_cache: Cache, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-        source = self._source
-        if source is None or source[0] is not kv_cache or source[1] is not k_scale or source[2] is not v_scale:
-            self.pages(kv_cache, k_scale, v_scale)
-            self._source = kv_cache, k_scale, v_scale
+    def _of(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> _Pages:
+        """`pages`, remembered while the cache and its scales are the same objects."""
+        known = self._pages
+        if known is None or not (known[0] is kv_cache and known[1] is k_scale and known[2] is v_scale):
+            known = self._pages = self.pages(kv_cache, k_scale, v_scale)
+        return known
 
-    def write(
-        self,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Cache,
-        slots: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> None:
+    def write(self, k: Tensor, v: Tensor, kv_cache: Cache, slots: Tensor, *scales: Tensor) -> None:
         """Store rows of k and v (tokens, num_kv_heads, dim) in their slots. Rows past the slots are padding."""
-        self._of(kv_cache, k_scale, v_scale)
-        assert self._views is not None
-        rows, count, dtype = k.shape[0], slots.shape[0], self._views[0].dtype
-        for name, given, shape in (("k", k, self._row_shapes[0]), ("v", v, self._row_shapes[1])):
+        pages = self._of(kv_cache, *scales)
+        rows, count, dtype = k.shape[0], slots.shape[0], pages.written[0].dtype
+        for name, given, shape in (("k", k, pages.row_shapes[0]), ("v", v, pages.row_shapes[1])):
             if given.shape != (rows, *shape):
                 expected = f"({rows} tokens, {shape[0]}, {shape[1]})"
                 raise InvalidProblem(name, expected, tuple(given.shape), "Rows have the heads of the cache.")
@@ -223,35 +224,23 @@ class Layer:
                 raise InvalidProblem("slots", f"one for each of {rows} rows of k", count, "Cut the padding off.")
             k, v = k[:count], v[:count]
         if self.is_int8:
-            assert self._scales is not None
             if slots.dtype != torch.int64:
                 raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
-            append_quantised((k, v), self._views, self._scales, slots)
+            append_quantised((k, v), pages.written, pages.scales, slots)
             return
         if self.is_e4m3:
             if not count:
                 return
-            assert k_scale is not None
-            assert v_scale is not None
-            k, v = _encoded(k, k_scale), _encoded(v, v_scale)
-        write_rows(k, v, *self._views, slots)
+            k, v = (_encoded(rows, scale) for rows, scale in zip((k, v), pages.scales, strict=True))
+        write_rows(k, v, *pages.written, slots)
 
-    def attend(
-        self,
-        q: Tensor,
-        kv_cache: Cache,
-        batch: Batch,
-        out: Tensor,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> None:
+    def attend(self, q: Tensor, kv_cache: Cache, batch: Batch, out: Tensor, *scales: Tensor) -> None:
         """Attention of the step's queries (tokens, num_heads, head_dim) to the pages, written into `out`."""
-        self._of(kv_cache, k_scale, v_scale)
-        assert self._attended is not None
-        k, v = self._attended
-        if batch.page_size is not None and batch.page_size != self._page_size:
+        pages = self._of(kv_cache, *scales)
+        k, v = pages.attended
+        if batch.page_size is not None and batch.page_size != pages.page_size:
             fix = "The block table counts pages of another size."
-            raise InvalidProblem("kv_cache", f"pages of {batch.page_size} rows", self._page_size, fix)
+            raise InvalidProblem("kv_cache", f"pages of {batch.page_size} rows", pages.page_size, fix)
         count, causal = batch.num_tokens, batch.causal and self.role == "decoder"
         if q.shape[0] != count:
             q, out = q[:count], out[:count]
@@ -259,21 +248,15 @@ class Layer:
             out = out.view(count, q.shape[1], v.shape[-1])
         packed, longest = (None, None) if batch.is_decode else (batch.cu_seqlens_q, batch.max_seqlen_q)
         attention_paged(
-            q,
-            k,
-            v,
-            batch.block_table,
-            batch.seqlens_k,
+            *(q, k, v, batch.block_table, batch.seqlens_k),
             cu_seqlens_q=packed,
             max_seqlen_q=longest,
             shared_prefix=batch.shared_prefix,
             causal=causal,
             window=self._windows[causal],
-            softcap=self.softcap,
-            scale=self.scale,
             alibi_slopes=None if self._slopes is None else self._alibi_on(q.device),
-            sinks=self.sinks,
             out=out,
+            **self._flags,
         )
 
     def attend_unpaged(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, out: Tensor) -> None:
@@ -281,19 +264,13 @@ class Layer:
         count = batch.num_tokens
         totals, longest = batch.cu_seqlens_q, batch.max_seqlen_q
         attention_varlen(
-            q[:count],
-            k[:count],
-            v[:count],
-            totals,
-            totals,
+            *(q[:count], k[:count], v[:count], totals, totals),
             max_seqlen_q=longest,
             max_seqlen_k=longest,
             window=self._windows[False],
-            softcap=self.softcap,
-            scale=self.scale,
             alibi_slopes=self._alibi_on(q.device),
-            sinks=self.sinks,
             out=out[:count].view(count, q.shape[1], v.shape[-1]),
+            **self._flags,
         )
 
     def _alibi_on(self, device: torch.device) -> Tensor | None:

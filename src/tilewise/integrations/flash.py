@@ -21,16 +21,7 @@ from tilewise import ops
 from tilewise.api import attention, attention_backward, attention_varlen
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.fp8.container import E4M3, Fp8Tensor
-from tilewise.integrations.translation import (
-    check_integers,
-    flag_of,
-    length,
-    number_of,
-    places,
-    require_tensors,
-    softcap_of,
-    window_of,
-)
+from tilewise.integrations import translation
 from tilewise.subclasses import check_class
 
 Flags = dict[str, Any]
@@ -57,25 +48,28 @@ def flags_of(
 ) -> Flags:
     """The flags that all functions have. `deterministic=False` is a default: torch's own setting still counts."""
     return {
-        "causal": flag_of("causal", causal),
-        "window": window_of(window_size),
-        "softcap": softcap_of(softcap),
-        "scale": number_of(softmax_scale, "softmax_scale"),
-        "deterministic": True if flag_of("deterministic", deterministic) else None,
+        "causal": translation.flag_of("causal", causal),
+        "window": translation.window_of(window_size),
+        "softcap": translation.softcap_of(softcap),
+        "scale": translation.number_of(softmax_scale, "softmax_scale"),
+        "deterministic": True if translation.flag_of("deterministic", deterministic) else None,
         **others,
     }
 
 
 def lengths_of(max_seqlen_q: int | Tensor | None, max_seqlen_k: int | Tensor | None) -> Flags:
     """The longest lengths of packed sequences."""
-    return {"max_seqlen_q": length("max_seqlen_q", max_seqlen_q), "max_seqlen_k": length("max_seqlen_k", max_seqlen_k)}
+    return {
+        "max_seqlen_q": translation.length("max_seqlen_q", max_seqlen_q),
+        "max_seqlen_k": translation.length("max_seqlen_k", max_seqlen_k),
+    }
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, flags: Flags, totals: Totals, *, return_softmax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, S_dmask, rng_state) of tensors (batch, seqlen, heads, dim), or packed ones with their `totals`."""
-    require_tensors(q=q, k=k, v=v)
+    translation.require_tensors(q=q, k=k, v=v)
     rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if flags["dropout"]:
         # Drawn like the library's own seeds: from torch's default CPU generator.
@@ -85,11 +79,9 @@ def forward(
     wants_dmask = return_softmax and flags["dropout"]
     if totals is None:
         out, lse = attention(q, k, v, layout="bshd", return_lse=True, **flags)
-        dmask = _dense_dmask(q, k, {"layout": "bshd", **flags}) if wants_dmask else q.new_empty(0)
     else:
         out, lse = attention_varlen(q, k, v, *totals, return_lse=True, **flags)
-        dmask = _varlen_dmask(q, k, *totals, flags) if wants_dmask else q.new_empty(0)
-    return out, lse, dmask, rng_state
+    return out, lse, _dmask(q, k, totals, flags) if wants_dmask else q.new_empty(0), rng_state
 
 
 @torch.no_grad()
@@ -103,7 +95,7 @@ def gradients_into(
 ) -> Tensor:
     """Write dq, dk and dv of (q, k, v) by (dout, out, lse); returns the row sums of dout * out, in lse's shape."""
     dout, out, lse = saved
-    require_tensors(q=attended[0], k=attended[1], v=attended[2], dout=dout, out=out, softmax_lse=lse)
+    translation.require_tensors(q=attended[0], k=attended[1], v=attended[2], dout=dout, out=out, softmax_lse=lse)
     saved = dout, out, _heads_first(lse, attended[0])
     for name, target, tensor in zip(("dq", "dk", "dv"), written, attended, strict=True):
         if target is not None and target.shape != tensor.shape:
@@ -178,7 +170,7 @@ def cut(
 def _check_used(name: str, used: Any, stored: Tensor) -> None:
     """Integers, one per sequence; on a CPU also none above what is stored."""
     fix = "The rows in use of every sequence, as int32 (batch,)."
-    check_integers(name, used, tuple(stored.shape), fix)
+    translation.check_integers(name, used, tuple(stored.shape), fix)
     if used.device.type != "cpu" or not ops.is_plain_eager((used, stored)):
         return
     for sequence, (rows, most) in enumerate(zip(used.tolist(), stored.tolist(), strict=True)):
@@ -192,49 +184,33 @@ def _totals(cu_seqlens: Tensor, ends: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _dense_dmask(q: Tensor, k: Tensor, flags: dict[str, Any]) -> Tensor:
-    """`S_dmask`: probabilities, negative where dropped, (batch, num_heads, seqlen_q, seqlen_k) in q's dtype.
+def _dmask(q: Tensor, k: Tensor, totals: Totals, flags: Flags) -> Tensor:
+    """`S_dmask`: probabilities, negative where dropped, (batch, num_heads, max_seqlen_q, max_seqlen_k) in q's dtype, 0
+    outside each sequence.
 
     Attention to one-hot values is the matrix of probabilities, so the library itself computes them, 256 keys at a time,
     with the masks, the scale and the dropout bits of the call. Quadratic in memory and without gradient: for tests and
     debugging.
     """
-    batch, seqlen_k, num_kv_heads, _ = k.shape
-    if q.numel() == 0 or seqlen_k == 0:
-        return q.new_zeros(batch, q.shape[2], q.shape[1], seqlen_k)
-    position = torch.arange(seqlen_k, device=k.device)
-    passes = []
-    for keys in position.split(KEYS_PER_PASS):
-        one_hot = (position[:, None] == keys).to(k.dtype)[None, :, None].expand(batch, -1, num_kv_heads, -1)
-        kept = attention(q, k, one_hot, **flags)
-        passes.append(_signed(attention(q, k, one_hot, **_without_dropout(flags)), kept))
-    return torch.cat(passes, -1).transpose(1, 2)
-
-
-@torch.no_grad()
-def _varlen_dmask(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, flags: dict[str, Any]) -> Tensor:
-    """The same of packed sequences, (batch, num_heads, max_seqlen_q, max_seqlen_k); 0 outside each sequence."""
-    batch, num_heads = cu_seqlens_q.numel() - 1, q.shape[1]
-    max_seqlen_q, max_seqlen_k = flags["max_seqlen_q"], flags["max_seqlen_k"]
-    padded = q.new_zeros(batch, max_seqlen_q, num_heads, max_seqlen_k)
-    sequence, row = places(cu_seqlens_q, q.shape[0])
-    _, position = places(cu_seqlens_k, k.shape[0])
+    if totals is None:
+        # Dense sequences are packed ones, too.
+        counts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        totals = counts * q.shape[1], counts * k.shape[1]
+        flags = {**flags, "max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
+    batch, seqlen_q, seqlen_k = totals[0].numel() - 1, flags["max_seqlen_q"], flags["max_seqlen_k"]
+    padded = q.new_zeros(batch, seqlen_q, q.shape[1], seqlen_k)
+    sequence, row = translation.places(totals[0], q.shape[0])
+    _, position = translation.places(totals[1], k.shape[0])
     inside = sequence < batch
-    for start in range(0, max_seqlen_k, KEYS_PER_PASS):
-        keys = torch.arange(start, min(start + KEYS_PER_PASS, max_seqlen_k), device=k.device)
+    for start in range(0, seqlen_k, KEYS_PER_PASS) if q.numel() else ():
+        keys = torch.arange(start, min(start + KEYS_PER_PASS, seqlen_k), device=k.device)
         one_hot = (position[:, None] == keys).to(k.dtype)[:, None].expand(-1, k.shape[1], -1)
-        kept = attention_varlen(q, k, one_hot, cu_seqlens_q, cu_seqlens_k, **flags)
-        plain = attention_varlen(q, k, one_hot, cu_seqlens_q, cu_seqlens_k, **_without_dropout(flags))
-        padded[sequence[inside], row[inside], :, start : start + len(keys)] = _signed(plain, kept)[inside]
+        kept = attention_varlen(q, k, one_hot, *totals, **flags)
+        plain = attention_varlen(q, k, one_hot, *totals, **{**flags, "dropout": 0.0, "seed": None})
+        signed = torch.where(kept == 0, -plain, plain)
+        padded[sequence[inside], row[inside], :, start : start + len(keys)] = signed[inside]
     return padded.transpose(1, 2)
-
-
-def _without_dropout(flags: dict[str, Any]) -> dict[str, Any]:
-    return {**flags, "dropout": 0.0, "seed": None}
-
-
-def _signed(plain: Tensor, kept: Tensor) -> Tensor:
-    return torch.where(kept == 0, -plain, plain)
 
 
 class Descales(NamedTuple):
@@ -362,7 +338,7 @@ def _per_row(name: str, descale: Tensor, rows: Tensor, cu_seqlens: Tensor | None
     factors = _per_head(name, descale, batch, rows)
     if cu_seqlens is None:
         return factors[:, None] if rows.dim() == 4 else factors
-    sequence, _ = places(cu_seqlens, rows.shape[0])
+    sequence, _ = translation.places(cu_seqlens, rows.shape[0])
     # Rows past the last sequence belong to none and are not scaled.
     return torch.cat((factors, factors.new_ones(1, *factors.shape[1:])))[sequence]
 

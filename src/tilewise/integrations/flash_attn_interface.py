@@ -19,18 +19,9 @@ from torch import Tensor
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
-from tilewise.integrations import cache, flash
+from tilewise.integrations import cache, flash, translation
 from tilewise.integrations.flash import Descale, Descales, gradients_refused, rescaled
-from tilewise.integrations.translation import (
-    CACHE_NAMES,
-    FLASH_NAMES,
-    UNBOUNDED,
-    length,
-    number_of,
-    require_tensors,
-    stacked,
-    worded,
-)
+from tilewise.integrations.translation import CACHE_NAMES, FLASH_NAMES, UNBOUNDED, worded
 from tilewise.numerics import merge_all
 from tilewise.problem import MAX_HEAD_DIM
 
@@ -153,7 +144,7 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads + 2 kv_heads, dim)."""
     if qkv.dim() != 4:
-        q, k, v = stacked("qkv", qkv, 3, 2)
+        q, k, v = translation.stacked("qkv", qkv, 3, 2)
     else:
         num_kv_heads, rest = divmod(qkv.shape[2] - (num_heads_q or 0), 2)
         if num_heads_q is None or rest or num_kv_heads < 1:
@@ -194,7 +185,7 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention of packed sequences, of which the first `seqused_*` rows count; other rows give 0 and lse -inf."""
     del num_splits, pack_gqa, sm_margin
-    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    translation.require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     flags = flash.flags_of(softmax_scale, causal, window_size, softcap, deterministic)
     flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
     packed = Packed(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -244,9 +235,9 @@ def flash_attn_with_kvcache(
     together with FP8.
     """
     del scheduler_metadata, num_splits, pack_gqa, sm_margin
-    require_tensors(q=q)
+    translation.require_tensors(q=q)
     if qv is not None:
-        require_tensors(qv=qv)
+        translation.require_tensors(qv=qv)
     if q.dtype == E4M3 and rotary_cos is not None:
         raise Unsupported("rotary tables with FP8: turn q and k before they are quantised")
     attention_chunk = _chunk_of(attention_chunk)
@@ -258,7 +249,7 @@ def flash_attn_with_kvcache(
         *(q, k, v, store, cache_seqlens, rotary),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
-        max_seqlen_q=length("max_seqlen_q", max_seqlen_q),
+        max_seqlen_q=translation.length("max_seqlen_q", max_seqlen_q),
         chunk=attention_chunk,
         descales=Descales(q_descale, k_descale, v_descale),
         qv=qv,
@@ -274,7 +265,7 @@ def flash_attn_combine(
 
     A partial result with lse -inf is ignored, even if it holds NaN. If all are, out is 0.
     """
-    require_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    translation.require_tensors(out_partial=out_partial, lse_partial=lse_partial)
     if lse_partial.shape != out_partial.shape[:-1] or out_partial.shape[0] == 0:
         expected = f"shape {tuple(out_partial.shape[:-1])}, out_partial's without its last dimension, one split or more"
         raise InvalidProblem("lse_partial", expected, tuple(lse_partial.shape), "Transpose it to (splits, ..., heads).")
@@ -446,7 +437,7 @@ def _flash_attn_backward(
     flags = flash.flags_of(softmax_scale, is_causal, window_size, softcap, deterministic, dropout=0.0)
     totals: flash.Totals = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        translation.require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
         totals = cu_seqlens_q, cu_seqlens_k  # type: ignore[assignment]
     if sequed_q is not None or sequed_k is not None:
@@ -457,7 +448,7 @@ def _flash_attn_backward(
 
 
 def _chunk_of(attention_chunk: object) -> int:
-    chunk = attention_chunk if attention_chunk.__class__ is int else number_of(attention_chunk, "attention_chunk")
+    chunk = translation.number_of(attention_chunk, "attention_chunk")
     if not isinstance(chunk, int) or chunk < 0:
         raise InvalidProblem("attention_chunk", "an integer >= 0", repr(attention_chunk), "0 switches it off.")
     return chunk

@@ -392,9 +392,9 @@ class PageBook:
         return Step(batch.requests, rows, batch.ones, before, slots, self.rows.taken_changes(), [], previous)
 
     def _new_request(self, prompt: int, tokens: Ids[int]) -> int:
-        self.rows.check_room()
+        state = Request(self.rows.claim(prompt), tokens)
         request, self._next_request = self._next_request, self._next_request + 1
-        self._requests[request] = Request(self.rows.claim(prompt), tokens)
+        self._requests[request] = state
         return request
 
     def _checked_tokens(

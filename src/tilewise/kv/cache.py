@@ -459,8 +459,10 @@ class PagedKVCache:
         self._refuse_finished()
         for name, new, pages in zip(("k", "v"), (k, v), self._targets(layer), strict=True):
             self._check_rows(name, new, pages, len(batch.slots))
-        if len(self._written) == len(self.k):
-            self._refuse_written(layer)
+        assert self._step is not None
+        if len(self._written) == len(self.k) and not self._capturing() and not self.book.owns(self._step):
+            fix = "Call step(requests) for their next tokens, or truncate them first."
+            raise InvalidProblem("layer", "one of a step whose pages nobody shares yet", f"{layer} once more", fix)
         return layer, batch.slots
 
     def _targets(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -487,12 +489,6 @@ class PagedKVCache:
         requests = self._step.requests
         if requests and not any(request in self.book for request in requests):
             raise InvalidProblem("step", "a step with a request that goes on", "all finished", "Call step(requests).")
-
-    def _refuse_written(self, layer: int) -> None:
-        assert self._step is not None
-        if not self._capturing() and not self.book.owns(self._step):
-            fix = "Call step(requests) for their next tokens, or truncate them first."
-            raise InvalidProblem("layer", "one of a step whose pages nobody shares yet", f"{layer} once more", fix)
 
     def _check_rows(self, name: str, new: Any, pages: Tensor, rows: int) -> None:
         expected = (rows, *pages.shape[2:])

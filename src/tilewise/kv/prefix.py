@@ -79,7 +79,8 @@ class PrefixIndex:
         every, size = tokens.tobytes(), ID_BYTES * self.page_size
         for number in range(depth_of(parent), len(tokens) // self.page_size):
             content = every[number * size : (number + 1) * size]
-            found = self._by_key.get(self._key(_key_of(parent), content))
+            before = 0 if parent is None else int(_HEAD.unpack_from(parent)[2])
+            found = self._by_key.get(self._key(before, content))
             if found is None or not self._is_known(found, parent, content):
                 return
             parent = found
@@ -110,7 +111,3 @@ class PrefixIndex:
     def _is_known(self, entry: Entry, parent: Entry | None, tokens: bytes) -> bool:
         """Whether an entry has these tokens after that parent: keys may be equal by chance."""
         return self.parent(entry) is parent and entry.endswith(tokens)
-
-
-def _key_of(entry: Entry | None) -> int:
-    return 0 if entry is None else int(_HEAD.unpack_from(entry)[2])

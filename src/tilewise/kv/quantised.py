@@ -27,8 +27,7 @@ from tilewise import dispatch
 from tilewise.backends.base import QuantisedRows
 from tilewise.canonical import contiguous_last
 from tilewise.fp8.container import E4M3_MAX
-from tilewise.fp8.rounding import encode, encode_rows
-from tilewise.fp8.scales import AMAX_FLOOR
+from tilewise.fp8.rounding import AMAX_FLOOR, encode, encode_rows
 from tilewise.kv.writing import write_rows
 
 __all__ = ["SOURCES", "append_quantised", "new_scales", "write_quantised"]

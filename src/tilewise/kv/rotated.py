@@ -213,14 +213,14 @@ def _rotated(x: Tensor, turns: Tensor, interleaved: bool) -> Tensor:
 
 def _packed(step: Step) -> Step:
     """What the kernel takes: a contiguous last dimension, and scales with one entry per head."""
-    q, k, v, out, k_pages, v_pages, slots, positions, table, q_weight, k_weight, k_scale, v_scale = step
-    if k_scale is not None and v_scale is not None and k_scale.dim() < 2:
-        k_scale, v_scale = (s.reshape(-1).expand(k_pages.shape[2]) for s in (k_scale, v_scale))
-    q, k, v, table = contiguous_last(q), contiguous_last(k), contiguous_last(v), contiguous_last(table)
-    slots, positions = slots.contiguous(), positions.contiguous()
-    q_weight = None if q_weight is None else q_weight.contiguous()
-    k_weight = None if k_weight is None else k_weight.contiguous()
-    return Step(q, k, v, out, k_pages, v_pages, slots, positions, table, q_weight, k_weight, k_scale, v_scale)
+    packed: dict[str, Any] = {name: contiguous_last(getattr(step, name)) for name in ("q", "k", "v", "cos_sin")}
+    for name in ("slots", "positions", "q_weight", "k_weight"):
+        tensor = getattr(step, name)
+        packed[name] = None if tensor is None else tensor.contiguous()
+    if step.k_scale is not None and step.k_scale.dim() < 2:
+        for name in ("k_scale", "v_scale"):
+            packed[name] = getattr(step, name).reshape(-1).expand(step.k_pages.shape[2])
+    return step._replace(**packed)
 
 
 def _takes(step: Step) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ from torch.nn import Parameter
 from tilewise import settings
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
+from tilewise.memory import overlap, overlaps_itself
 from tilewise.problem import MAX_HEAD_DIM
 from tilewise.subclasses import check_class
-from tilewise.validation.results import Disjoint, check_strides, extent
+from tilewise.validation.results import Disjoint, check_strides
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -143,54 +145,39 @@ def _check_dtypes(given: dict[str, View]) -> None:
 
 
 def _check_scales(given: dict[str, View]) -> None:
-    pages = given["k_pages"]
-    if pages.dtype == torch.int8:
-        _check_token_scales(given)
-        return
-    is_e4m3, num_pages, heads = pages.dtype == E4M3, pages.shape[0], pages.shape[2]
-    for name in ("k_scale", "v_scale"):
-        if (name in given) != is_e4m3:
-            expected = "the scales of e4m3 pages" if is_e4m3 else f"None, as pages are {pages.dtype}"
-            raise InvalidProblem(name, expected, "a tensor" if name in given else None, "See append_rotated.")
-        if not is_e4m3:
-            continue
-        shape, strides = tuple(given[name].shape), given[name].strides
-        grows = shape == (num_pages, heads) and (strides == (heads, 1) or num_pages * heads <= 1)
-        if not grows and shape not in ((), (1,), (heads,)):
-            expected = f"one scale, one for each of {heads} heads, or contiguous {(num_pages, heads)}"
-            raise InvalidProblem(
-                name, expected, f"{shape}, strides {strides}", "They are given, or grow with each page."
-            )
-    if not is_e4m3:
-        return
-    kinds = [len(given[name].shape) == 2 for name in ("k_scale", "v_scale")]
-    if kinds[0] != kinds[1]:
-        shapes = f"{tuple(given['k_scale'].shape)} and {tuple(given['v_scale'].shape)}"
-        raise InvalidProblem("v_scale", "scales of the kind of k_scale", shapes, "Both are given, or both grow.")
-    if kinds[0]:
-        _check_channels(given)
-
-
-def _check_token_scales(given: dict[str, View]) -> None:
+    """Scales are given, or of pages and then written with the rows."""
     num_pages, page_size, heads, _ = given["k_pages"].shape
-    shape, strides = (num_pages, heads, page_size), (heads * page_size, page_size, 1)
+    pages = given["k_pages"].dtype
+    constant: tuple[tuple[int, ...], ...] = ((), (1,), (heads,)) if pages == E4M3 else ()
+    written: tuple[int, ...] = (num_pages, heads) if pages == E4M3 else (num_pages, heads, page_size)
     for name in ("k_scale", "v_scale"):
         view = given.get(name)
-        is_dense = view is not None and view.shape == shape
-        if view is not None and is_dense:
-            is_dense = all(n <= 1 or a == b for n, a, b in zip(shape, view.strides, strides, strict=True))
-        if not is_dense:
+        if pages not in (E4M3, torch.int8):
+            if view is not None:
+                raise InvalidProblem(name, f"None, as pages are {pages}", "a tensor", "See append_rotated.")
+        elif view is None or (tuple(view.shape) not in constant and not _is_contiguous(view, written)):
+            kinds = f"one scale, one for each of {heads} heads, or contiguous" if constant else "contiguous"
             got = None if view is None else f"{tuple(view.shape)}, strides {view.strides}"
-            fix = "int8 pages have one scale for each token and head, which is written with the row."
-            raise InvalidProblem(name, f"contiguous {shape} of int8 pages", got, fix)
-    _check_channels(given)
-
-
-def _check_channels(given: dict[str, View]) -> None:
+            codes = "e4m3" if constant else "int8"
+            fix = "They are given, or grow with each page." if constant else "They are written with the rows."
+            raise InvalidProblem(name, f"{kinds} {written} of {codes} pages", got, fix)
+    if "k_scale" not in given:
+        return
+    sides = [len(given[name].shape) > 1 for name in ("k_scale", "v_scale")]
+    if sides[0] != sides[1]:
+        shapes = f"{tuple(given['k_scale'].shape)} and {tuple(given['v_scale'].shape)}"
+        raise InvalidProblem("v_scale", "scales of the kind of k_scale", shapes, "Both are given, or both grow.")
     for name in ("k_pages", "v_pages"):
-        if given[name].strides[-1] != 1 and given[name].shape[-1] > 1:
+        if sides[0] and given[name].strides[-1] != 1 and given[name].shape[-1] > 1:
             fix = "Scales that are written need channels next to each other."
             raise InvalidProblem(name, "a last stride of 1", given[name].strides, fix)
+
+
+def _is_contiguous(view: View, shape: tuple[int, ...]) -> bool:
+    """Whether it has this shape and no gaps."""
+    dense = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    sides = zip(shape, view.strides, dense, strict=False)
+    return tuple(view.shape) == shape and all(size <= 1 or stride == step for size, stride, step in sides)
 
 
 def _check_within(name: str, numbers: Tensor, least: int | None, end: int, what: str) -> None:
@@ -218,7 +205,7 @@ def check_pages(step: Step) -> None:
     pools = [x.untyped_storage().data_ptr() for x in (step.k_pages, step.v_pages)]
     fix = "Allocate both pools; of a latent pass k_pages[..., dim_v:] and k_pages[..., :dim_v]."
     for name, pages in (("k_pages", step.k_pages), ("v_pages", step.v_pages)):
-        if any(size > 1 and stride == 0 for size, stride in zip(pages.shape, pages.stride(), strict=True)):
+        if overlaps_itself(pages):
             got = f"strides {tuple(pages.stride())}"
             raise InvalidProblem(name, "elements with memory of their own", got, "Allocate it, as torch.empty does.")
         if pages.untyped_storage().data_ptr() in rows:
@@ -243,28 +230,9 @@ def _check_written_scales(step: Step) -> None:
 
 
 def _check_apart(name: str, one: Tensor, other_name: str, other: Tensor, fix: str) -> None:
-    """No element in common. Other columns of the same rows are taken: both then have the stride of the first dimension,
-    and within a row no address in common.
-    """
-    first, second = sorted((one, other), key=Tensor.data_ptr)
-    begin, ends = second.data_ptr() - first.data_ptr(), [extent(x) for x in (first, second)]
-    if not ends[0] or not ends[1] or begin >= ends[0]:
-        return
-    if first.dim() != second.dim() or not _are_other_columns(first, second, begin):
-        got = "addresses that both have"
-        raise InvalidProblem(name, f"memory that does not overlap {other_name}", got, fix)
-
-
-def _are_other_columns(first: Tensor, second: Tensor, begin: int) -> bool:
-    """Of tensors with as many dimensions, the second `begin` bytes after the first."""
-    if first.dim() == 4:  # pages: columns of a head
-        steps = [x.stride(d) * x.element_size() for x in (first, second) for d in range(3) if x.shape[d] > 1]
-        row, widths = min(steps, default=extent(first) + extent(second)), [extent(x[0, 0, 0]) for x in (first, second)]
-        same = first.stride()[:3] == second.stride()[:3] and first.shape[:3] == second.shape[:3]
-    else:
-        row, widths = first.stride(0) * first.element_size(), [extent(x[0]) for x in (first, second)]
-        same = row == second.stride(0) * second.element_size()
-    return same and begin >= widths[0] and begin + widths[1] <= row
+    """No element in common. Other columns of the same rows are taken."""
+    if overlap(one, other):
+        raise InvalidProblem(name, f"memory that does not overlap {other_name}", "addresses that both have", fix)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ and stay at their address, so that others may keep views of them; without it the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -69,15 +70,12 @@ class Rows:
         self._free = list(range(rows - 1, -1, -1))
         self._changed: list[Changes] = []
 
-    def check_room(self) -> None:
-        """Raise if there is no free row."""
+    def claim(self, prompt: int) -> int:
+        """A row for a request without cached tokens and with a known prompt. Raises if there is no free one."""
         if not self._free and self.max_requests is not None:
             expected = f"at most max_requests = {self.max_requests} at a time"
             fix = "Free one first, or make the cache for more."
             raise InvalidProblem("requests", expected, self.max_requests + 1, fix)
-
-    def claim(self, prompt: int) -> int:
-        """A row for a request without cached tokens and with a known prompt."""
         if not self._free:
             self._double()
         row = self._free.pop()
@@ -149,18 +147,16 @@ class Rows:
         self._free = list(range(2 * rows - 1, rows - 1, -1))
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """The known token ids of a request, and how far the index has them."""
 
-    __slots__ = ("entry", "row", "tokens", "traceable")
-
-    def __init__(self, row: int, tokens: Ids[int]) -> None:
-        self.row = row
-        # Ids of the prompt, and later ones that were moved here: see `Rows.note`.
-        self.tokens = tokens
-        self.entry: Entry | None = None
-        # False after the first unknown token id, if the index cannot continue the chain, and for a finished request.
-        self.traceable = True
+    row: int
+    # Ids of the prompt, and later ones that were moved here: see `Rows.note`.
+    tokens: Ids[int]
+    entry: Entry | None = None
+    # False after the first unknown token id, if the index cannot continue the chain, and for a finished request.
+    traceable: bool = True
 
 
 class Batch:

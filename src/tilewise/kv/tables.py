@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.kv.book import PageBook, Step
-from tilewise.kv.groups import PrefixGroup, Table
+from tilewise.kv.groups import PrefixGroup, Table, find_groups
 from tilewise.kv.rows import Changes, Ints, consecutive
 
 # Minimum number of columns. A batch with a shared prefix starts with one own page: without this minimum, every new page
@@ -102,6 +102,23 @@ def host_prefix(table: Table, rows: Ints, parts: Parts, own: Ints, columns: int)
         torch.from_numpy(table[rows[:, None], places]),
         _int32(own),
     )
+
+
+def shared_prefix_of(table: Table, before: Ints, counts: Ints, page_size: int) -> SharedPrefix | None:
+    """The hint for engines that keep their own pages: the sequences that start with the same ones, None without such.
+
+    `table[i]` are the pages of sequence i, whose `counts[i]` queries come after `before[i]` keys. Pages past these keys
+    are not compared.
+    """
+    before, counts = before.astype(np.int64), counts.astype(np.int64)
+    rows = np.arange(len(before))
+    groups = find_groups(table, rows, before // page_size)
+    if not groups:
+        return None
+    parts = prefix_parts(counts, groups, page_size)
+    own = before + counts - parts.shift * page_size
+    columns = min(round_columns(max(1, -(-int(own.max()) // page_size))), table.shape[1])
+    return host_prefix(table, rows, parts, own, columns)
 
 
 class _Tables:

@@ -44,7 +44,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise InvalidProblem("query, key, value", "plain tensors", "nested tensors", fix)
         if need_weights:
             if is_causal and attn_mask is None:
-                attn_mask = _not_attended(query, key, batch_first=self.batch_first)
+                # In torch's sense: True above the diagonal is not attended.
+                dim = 1 if query.dim() == 3 and self.batch_first else 0
+                triangle = torch.ones(query.shape[dim], key.shape[dim], dtype=torch.bool, device=query.device)
+                attn_mask = triangle.triu_(1)
             out, weights = super().forward(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
@@ -267,9 +270,3 @@ def _check_mask(name: str, tensor: Tensor, allowed: list[tuple[int, ...]]) -> No
     if tuple(tensor.shape) not in allowed:
         expected = "shape " + " or ".join(map(str, allowed))
         raise InvalidProblem(name, expected, tuple(tensor.shape), "Reshape it.")
-
-
-def _not_attended(query: Tensor, key: Tensor, *, batch_first: bool) -> Tensor:
-    """The causal mask in torch's sense: True above the diagonal."""
-    dim = 1 if query.dim() == 3 and batch_first else 0
-    return torch.ones(query.shape[dim], key.shape[dim], dtype=torch.bool, device=query.device).triu(1)

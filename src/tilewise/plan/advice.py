@@ -12,6 +12,7 @@ On a CPU one core's cache holds everything, with one tile of K and V.
 from __future__ import annotations
 
 import itertools
+import operator
 from dataclasses import dataclass
 
 from tilewise.device import DeviceSpec
@@ -80,7 +81,7 @@ class TileAdvice:
         if best.registers_per_thread:
             text += f", {best.registers_per_thread} registers a thread"
         text += f", {best.flops_per_byte:.0f} FLOP per byte of K and V"
-        larger = [option for option in self.options if option.refused and _at_least(option.tile, self.best)]
+        larger = [option for option in self.options if option.refused and all(map(operator.ge, option.tile, self.best))]
         return f"{text}; not {_name(larger[-1].tile)}: {larger[-1].refused}" if larger else text
 
 
@@ -112,7 +113,3 @@ def _option(tile: TileGrid, problem: AttentionProblem, spec: DeviceSpec) -> Tile
 
 def _name(tile: TileGrid) -> str:
     return f"{tile.block_m} x {tile.block_n}"
-
-
-def _at_least(tile: TileGrid, other: TileGrid) -> bool:
-    return tile.block_m >= other.block_m and tile.block_n >= other.block_n

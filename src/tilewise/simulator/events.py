@@ -24,62 +24,11 @@ A loaded buffer is as wide as its array, a computed one is wide, and one that re
 A *step* is a run of events with equal phase, m_block, n_block and part, in which m_block and n_block are not None and
 the phase is not setup, finish or skip.
 
-Order: blocks run upwards, a skip stands where the tile would. Partial is a tile with a masked pair, and also one that
-ends beyond the last key (`masks.Band.tile_kind`). `init` fills with 0, and row_max with -inf.
-
-    naive     m_block runs inside each of three kernels, n_block is 0 (a tile is block_m x seqlen_k)
-              load k; per m_block, phase scores: load q, compute scores [, mask], store s, free q, s; free k
-              per m_block, phase softmax: load s, compute softmax (p replaces s), store p, free p
-              load v; per m_block, phase values: load p, compute product (acc), store out, free p, acc; free v
-    fa2       per m_block:
-                setup:   load q; compute init acc, init row_max, init row_sum
-                per n_block, skip or tile:
-                scores:  load k, v; compute scores (s) [, mask (in place) if the tile is partial]
-                softmax: compute row_max (new_max); compute exp (p replaces s); rescale; free new_max;
-                         compute row_sum (in place)
-                values:  compute values (acc in place); free p, k, v
-                finish:  compute normalise (acc in place); compute lse (replaces row_sum); store out, lse;
-                         free q, acc, row_max, lse
-    fa1       per n_block that some query sees (else skips alone):
-                setup:   load k, v
-                per m_block, skip or tile:
-                scores:  load q, acc (from out), row_max, row_sum; compute scores [, mask]
-                softmax: as fa2, the rescale with normalised=True
-                values:  compute values, normalise; store out, row_max, row_sum; free p, q, acc, row_max, row_sum
-                finish:  free k, v
-    backward  delta, per m_block:  load out, dout; compute delta; store delta; free out, dout, delta
-              per n_block:
-                setup:     load k, v; compute init dk, init dv
-                per m_block, skip or tile:
-                recompute: load q, dout, lse, delta; compute scores [, mask]; compute probabilities (p replaces s)
-                values:    compute dv (in place), dp
-                gradients: load dq (from dq_sum); compute ds (replaces dp), dk, dq (in place); store dq_sum;
-                           free p, ds, dq, q, dout, lse, delta
-                finish:    store dk, dv; free dk, dv, k, v
-              round, per m_block:  load dq (from dq_sum); store dq; free dq
-    naive_backward, per m_block inside five kernels, n_block 0:
-              dv: compute init dv; per m_block load p, dout; compute dv; free p, dout; then store dv, free dv
-              dp: load v; per m_block load dout; compute dp; store dp; free dout, dp; then free v
-              ds: per m_block load p, dp; compute softmax_gradient (ds replaces dp); store ds; free p, ds
-              dq: load k; per m_block load ds; compute init dq, dq; store dq; free ds, dq; then free k
-              dk: compute init dk; per m_block load ds, q; compute dk; free ds, q; then store dk, free dk
-    decode    split-KV; per part (split), per m_block: as fa2 over the split's tiles, stored to out_partial, lse_partial
-              (part-th group of seqlen_q rows); then per m_block, part None:
-                setup:   compute init acc, row_max, row_sum
-                merge, per part: load out_partial, lse_partial; compute row_max (new_max, of lse_partial); rescale;
-                         free new_max; compute merge (acc in place), merge_sum (row_sum in place);
-                         free out_partial, lse_partial
-                finish:  as fa2, without q
-              With one split the partial results are the results: fa2, with part 0.
-    paged     decode in which n_block is a page of the sequence and k, v are loaded from k_pages, v_pages at the rows
-              of the physical page; of the last page only the slots in use are loaded. Table entries are not counted.
-    matmul_naive  per m_block (row), n_block (column), part 0, phase product: load a, b; compute init c, product_sum;
-              store c; free a, b, c
-    matmul    per m_block, n_block: setup: compute init c; per part, phase product: load a, b; compute product_sum;
-              free a, b; finish: store c; free c
-
-`skip` events have phase "skip". In kernels with a resident operand (naive, naive_backward) its load, init, store and
-free have m_block None and the phase of the kernel.
+Order: as forward.py, backward.py and matmul.py write them. Blocks run upwards, and a skip stands where the tile would.
+Partial is a tile with a masked pair, and also one that ends beyond the last key (`masks.Band.tile_kind`). `init` fills
+with 0, and row_max with -inf. `skip` events have phase "skip". In kernels with a resident operand (naive,
+naive_backward) its load, init, store and free have m_block None and the phase of the kernel. In `paged`, n_block is a
+page of the sequence; of the last one only the slots in use are loaded. Table entries are not counted.
 """
 
 from __future__ import annotations
@@ -87,11 +36,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from tilewise.errors import InvalidProblem
-from tilewise.masks import Band, TileGrid
-from tilewise.simulator.drawn import Drawn
+from tilewise.masks import Band, TileGrid, TileKind
 
 Algorithm = Literal[
     "naive", "fa1", "fa2", "naive_backward", "backward", "decode", "paged", "matmul_naive", "matmul"
@@ -196,11 +144,37 @@ class ArraySpec:
     fill: Fill = "input"
 
 
+class Drawn(NamedTuple):
+    """A mask pair by pair, such as one that was drawn: what schedules ask of a `Band`, answered by a table.
+
+    `rows` has one text a query: "1" for a key that it sees, "0" for one that is hidden.
+    """
+
+    rows: tuple[str, ...]
+
+    def sees(self, m_idx: int, n_idx: int) -> bool:
+        """Whether query m_idx attends to key n_idx."""
+        return self.rows[m_idx][n_idx] == "1"
+
+    def queries_seeing(self, n_start: int, n_stop: int) -> list[int]:
+        """The queries that see at least one of the keys n_start .. n_stop-1."""
+        return [m_idx for m_idx, row in enumerate(self.rows) if "1" in row[n_start:n_stop]]
+
+    def tile_kind(self, m_block: int, n_block: int, grid: TileGrid) -> TileKind:
+        """What a tile needs; as under a `Band`, one that reaches past the last key is never full."""
+        rows = self.rows[m_block * grid.block_m : (m_block + 1) * grid.block_m]
+        start, stop = n_block * grid.block_n, (n_block + 1) * grid.block_n
+        parts = [row[start:stop] for row in rows]
+        if not any("1" in part for part in parts):
+            return TileKind.SKIP
+        return TileKind.FULL if all(part == "1" * grid.block_n for part in parts) else TileKind.PARTIAL
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Sizes of one head of one sequence, tiles, and modelled element sizes. In a matmul (seqlen_q, head_dim) is a, and
     (head_dim, seqlen_k) is b. `block_k` tiles its inner dimension; `block_table` are the physical pages of `paged`.
-    `seen` is a mask of any form, in place of `left` and `right` (see drawn.py).
+    `seen` is a mask of any form, in place of `left` and `right` (see Drawn).
     """
 
     seqlen_q: int

@@ -109,10 +109,6 @@ def _mask(work: Workload, event: Compute, sources: list[Matrix]) -> Matrix:
     return np.where(hidden, -math.inf, sources[0])
 
 
-def _init(_: Workload, event: Compute, __: list[Matrix]) -> Matrix:
-    return np.full(event.shape, -math.inf if event.target == "row_max" else 0.0)
-
-
 def _softmax(_: Workload, __: Compute, sources: list[Matrix]) -> Matrix:
     (s,) = sources
     weights: Matrix = np.exp(s - _finite(s.max(axis=1, keepdims=True)))
@@ -137,7 +133,7 @@ def _row_sum(matrix: Matrix) -> Matrix:
 Operation = Callable[[Workload, Compute, "list[Matrix]"], "Matrix"]
 
 OPERATIONS: dict[str, Operation] = {
-    "init": _init,
+    "init": lambda _, event, __: np.full(event.shape, -math.inf if event.target == "row_max" else 0.0),
     "scores": lambda work, _, b: work.scale * (b[0] @ b[1].T),
     "mask": _mask,
     "softmax": _softmax,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -127,16 +127,23 @@ class Case:
             f"{self.kind}-{_DTYPE_NAMES[self.dtype]}-q{_lengths(self.seqlens_q)}-k{_lengths(self.seqlens_k)}"
             f"-h{self.num_heads}:{self.num_kv_heads}-d{self.head_dim}:{self.head_dim_v}"
         )
-        features = self.label or "-".join(_feature(name, value) for name, value in self._differences(_FEATURES))
+        features = self.label or "-".join(
+            name if value is True else f"{name}={value}".replace(" ", "")
+            for name, value in self._differences(_FEATURES)
+        )
         return f"{sizes}-{features}" if features else sizes
+
+    def but(self, **changes: Any) -> Case:
+        """The same problem with some fields changed."""
+        return dataclasses.replace(self, **changes)
 
     def forward_only(self) -> Case:
         """The same problem without gradients."""
-        return dataclasses.replace(self, grad_of=())
+        return self.but(grad_of=())
 
     def unquantised(self) -> Case:
         """The same problem without 8-bit operands."""
-        return dataclasses.replace(self, fp8="", rotation=False, grad_of=()) if self.fp8 else self
+        return self.but(fp8="", rotation=False, grad_of=()) if self.fp8 else self
 
     def __repr__(self) -> str:
         """Code that makes the case again, without defaults."""
@@ -163,7 +170,3 @@ _FEATURES = (
 def _lengths(lengths: tuple[int, ...]) -> str:
     distinct = sorted(set(lengths))
     return str(distinct[0]) if len(distinct) == 1 else ",".join(map(str, lengths)) or "none"
-
-
-def _feature(name: str, value: object) -> str:
-    return name if value is True else f"{name}={value}".replace(" ", "")

@@ -27,7 +27,9 @@ class Nonconformance(TilewiseError, AssertionError):
 
     def __init__(self, case: Case, implementation: Implementation, faults: list[str]) -> None:
         lines = "".join(f"\n  {fault}" for fault in faults)
-        again = f"check({case!r}, {_spelling(implementation)})"
+        kind = type(implementation).__name__
+        named = f"{implementation.name!r}, " if kind == "BackendImplementation" else ""
+        again = f"check({case!r}, {kind}({named}{str(implementation.device)!r}))"
         super().__init__(f"{implementation.name} on {case.id}:{lines}\n  again: {again}")
         self.case = case
         self.faults = tuple(faults)
@@ -165,9 +167,3 @@ def _fault(name: str, got: torch.Tensor, expected: Expectation) -> str | None:
     if got.dtype != expected.dtypes[name]:
         return f"{name}: dtype {got.dtype}, expected {expected.dtypes[name]}"
     return judge(name, got, expected.reference[name], expected.slack[name])
-
-
-def _spelling(implementation: Implementation) -> str:
-    kind = type(implementation).__name__
-    named = f"{implementation.name!r}, " if kind == "BackendImplementation" else ""
-    return f"{kind}({named}{str(implementation.device)!r})"

@@ -90,7 +90,7 @@ def _differentiate_twice(case: Case, inputs: Inputs, tangents: dict[str, Tensor]
     zeros = {name: torch.zeros_like(t) for name, t in zip(names, inner, strict=True)}
     if not pulled:
         return zeros
-    gradients = torch.autograd.grad(
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
         [results[name] for name in pulled],
         sources,
         [cotangents[name] for name in pulled],
@@ -100,7 +100,7 @@ def _differentiate_twice(case: Case, inputs: Inputs, tangents: dict[str, Tensor]
     pairs = [
         (gradient, tangents[name].to(gradient.dtype))
         for name, gradient in zip(wanted, gradients, strict=True)
-        if _is_recorded(gradient)
+        if gradient is not None and gradient.requires_grad
     ]
     if not pairs:
         return zeros
@@ -112,11 +112,6 @@ def _differentiate_twice(case: Case, inputs: Inputs, tangents: dict[str, Tensor]
         materialize_grads=True,
     )
     return dict(zip(names, second, strict=True))
-
-
-def _is_recorded(gradient: Tensor | None) -> bool:
-    """Whether a gradient exists and has derivatives itself."""
-    return gradient is not None and gradient.requires_grad
 
 
 @functools.lru_cache(maxsize=8)

@@ -36,7 +36,8 @@ def expect(case: Case, coarse: bool = False) -> Expectation:
     """
     inputs = dequantised(case, make_inputs(case))
     case = case.unquantised()
-    dtypes = _dtypes(case, inputs)
+    dtypes = {"out": case.dtype, "lse": case.accumulate_dtype}
+    dtypes |= {GRADIENTS[name]: getattr(inputs, name).dtype for name in case.wants_grad}
     with one_thread():
         reference = reference_results(case, inputs)
         plain = plain_results(case, inputs, coarse=coarse)
@@ -166,8 +167,3 @@ def reduced(case: Case, ds: Tensor) -> Tensor:
     for dim, letter in enumerate(case.bias.rjust(4, "1")[1:]):
         ds = ds.sum(dim, keepdim=True) if letter == "1" else ds
     return ds
-
-
-def _dtypes(case: Case, inputs: Inputs) -> dict[str, torch.dtype]:
-    sources = {GRADIENTS[name]: getattr(inputs, name).dtype for name in case.wants_grad}
-    return {"out": case.dtype, "lse": case.accumulate_dtype, **sources}

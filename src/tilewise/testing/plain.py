@@ -51,7 +51,9 @@ def sequence_views(case: Case, inputs: Inputs) -> Iterator[SequenceView]:
     for index, (seqlen_q, seqlen_k) in enumerate(zip(case.seqlens_q, case.seqlens_k, strict=True)):
         rows = slice(start_q, start_q + seqlen_q)
         if case.kind == "dense":
-            q, k, v = (t[index].transpose(0, 1) if case.layout == "bshd" else t[index] for t in _qkv(inputs))
+            q, k, v = (
+                t[index].transpose(0, 1) if case.layout == "bshd" else t[index] for t in (inputs.q, inputs.k, inputs.v)
+            )
         else:
             slots = _slots(case, inputs, index, start_k)
             q, k, v = (
@@ -140,10 +142,6 @@ def _packed(case: Case, inputs: Inputs, outs: list[Tensor], lses: list[Tensor]) 
     outs = [*outs, inputs.q.new_zeros(case.num_heads, case.padding, case.head_dim_v)]
     lses = [*lses, torch.full((case.num_heads, case.padding), -math.inf, dtype=case.accumulate_dtype)]
     return torch.cat(outs, 1).transpose(0, 1), torch.cat([lse.to(case.accumulate_dtype) for lse in lses], 1)
-
-
-def _qkv(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    return inputs.q, inputs.k, inputs.v
 
 
 def _slots(case: Case, inputs: Inputs, index: int, start_k: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
+from tilewise.memory import extent, overlaps_itself
 from tilewise.operands import Operands
 
 
@@ -22,28 +23,14 @@ def check_out(out: Tensor, *, needs_grad: bool) -> None:
 
 
 def check_strides(out: Tensor) -> None:
-    """Every element has memory of its own: in the order of their strides, each dimension steps over all elements of the
-    ones before it.
-    """
+    """Every element has memory of its own."""
     if out.is_neg():
         raise InvalidProblem(
             "out", "memory that holds its values", "a negated view", "Pass the tensor it is a view of."
         )
-    sides = sorted((stride, size) for size, stride in zip(out.shape, out.stride(), strict=True) if size > 1)
-    reach = 0
-    for stride, size in sides:
-        if stride <= reach:
-            expected, fix = "elements with memory of their own", "Allocate it, as torch.empty does."
-            raise InvalidProblem("out", expected, f"strides {tuple(out.stride())} of {tuple(out.shape)}", fix)
-        reach += stride * (size - 1)
-
-
-def extent(tensor: Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last one."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    if overlaps_itself(out):
+        expected, fix = "elements with memory of their own", "Allocate it, as torch.empty does."
+        raise InvalidProblem("out", expected, f"strides {tuple(out.stride())} of {tuple(out.shape)}", fix)
 
 
 class Disjoint:

@@ -121,8 +121,12 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
     _check_lengths(kind, lengths)
     scores = (lengths["batch"], sizes["num_heads"], lengths["seqlen_q"], lengths["seqlen_k"])
     bounds_known = _bounds_known(kind, specs, flags)
-    _check_broadcast(specs, scores, bounds_known=bounds_known)
-    _check_tiles(specs, scores, flags, bounds_known=bounds_known)
+    for name, given in (("bias", "bias"), ("mask", "mask"), ("tiles", "a tile mask")):
+        if name in specs and not bounds_known:
+            fix = "Pass the longest lengths; reading them from the GPU would make the CPU wait."
+            raise InvalidProblem("max_seqlen_q, max_seqlen_k", f"integers, because {given} is given", None, fix)
+    _check_broadcast(specs, scores)
+    _check_tiles(specs, scores, flags)
     _check_per_head(specs, lengths["batch"], sizes["num_heads"])
     if bounds_known or specs["q"].device.type != "cpu":
         _check_scales(kind, sizes, lengths, flags)
@@ -291,13 +295,10 @@ def _bounds_known(kind: Kind, specs: Specs, flags: Flags) -> bool:
     return q_known and (kind != "varlen" or flags.max_seqlen_k is not None)
 
 
-def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int], *, bounds_known: bool) -> None:
+def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int]) -> None:
     for name in ("bias", "mask"):
         if name not in specs:
             continue
-        if not bounds_known:
-            fix = "Pass the longest lengths; reading them from the GPU would make the CPU wait."
-            raise InvalidProblem("max_seqlen_q, max_seqlen_k", f"integers, because {name} is given", None, fix)
         shape = specs[name].shape
         broadcasts = len(shape) <= 4 and all(map(_broadcasts, reversed(shape), reversed(scores)))
         if not broadcasts:
@@ -308,12 +309,9 @@ def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int], *, bounds_
             raise InvalidProblem(name, expected, tuple(shape), fix)
 
 
-def _check_tiles(specs: Specs, scores: tuple[int, int, int, int], flags: Flags, *, bounds_known: bool) -> None:
+def _check_tiles(specs: Specs, scores: tuple[int, int, int, int], flags: Flags) -> None:
     if "tiles" not in specs:
         return
-    if not bounds_known:
-        fix = "Pass the longest lengths; reading them from the GPU would make the CPU wait."
-        raise InvalidProblem("max_seqlen_q, max_seqlen_k", "integers, because a tile mask is given", None, fix)
     batch, heads, seqlen_q, seqlen_k = scores
     made_for = flags.mask_seqlen_q, flags.mask_seqlen_k
     if made_for != (seqlen_q, seqlen_k):

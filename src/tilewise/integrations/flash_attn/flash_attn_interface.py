@@ -16,18 +16,9 @@ from torch import Tensor
 
 from tilewise.api import attention, attention_paged, attention_varlen
 from tilewise.errors import Unsupported
-from tilewise.integrations import cache, flash
+from tilewise.integrations import cache, flash, translation
 from tilewise.integrations.flash import Flags
-from tilewise.integrations.translation import (
-    CACHE_NAMES,
-    FLASH_NAMES,
-    UNBOUNDED,
-    flag_of,
-    number_of,
-    require_tensors,
-    stacked,
-    worded,
-)
+from tilewise.integrations.translation import CACHE_NAMES, FLASH_NAMES, UNBOUNDED, worded
 
 __all__ = [
     "flash_attn_func",
@@ -79,7 +70,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim), without copying it apart."""
-    q, k, v = stacked("qkv", qkv, 3, 2)
+    q, k, v = translation.stacked("qkv", qkv, 3, 2)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *tail)
 
@@ -97,7 +88,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` of q and kv (batch, seqlen_k, 2, kv_heads, dim)."""
-    k, v = stacked("kv", kv, 2, 2)
+    k, v = translation.stacked("kv", kv, 2, 2)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_func(q, k, v, *tail)
 
@@ -146,7 +137,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of qkv (total, 3, heads, dim)."""
-    q, k, v = stacked("qkv", qkv, 3, 1)
+    q, k, v = translation.stacked("qkv", qkv, 3, 1)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
@@ -168,7 +159,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of q and kv (total_k, 2, kv_heads, dim)."""
-    k, v = stacked("kv", kv, 2, 1)
+    k, v = translation.stacked("kv", kv, 2, 1)
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
 
@@ -204,7 +195,7 @@ def flash_attn_with_kvcache(
     `num_splits` is accepted: the backend chooses its own splits, and the result does not depend on it.
     """
     del num_splits
-    require_tensors(q=q)
+    translation.require_tensors(q=q)
     store = cache.Store(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
     flags = flash.flags_of(softmax_scale, causal, window_size, softcap, False, alibi_slopes=alibi_slopes)
     spread = flags["causal"] or flags["window"] is not None
@@ -230,7 +221,7 @@ def _flash_attn_forward(
     """(out, softmax_lse, S_dmask, rng_state); imported by libraries with a backward of their own."""
     window_size = window_size_left, window_size_right
     flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
-    return flash.forward(q, k, v, flags, None, return_softmax=flag_of("return_softmax", return_softmax))
+    return flash.forward(q, k, v, flags, None, return_softmax=translation.flag_of("return_softmax", return_softmax))
 
 
 @worded(PAGED_NAMES)
@@ -267,8 +258,8 @@ def _flash_attn_varlen_forward(
     window_size = window_size_left, window_size_right
     flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
-    return_softmax = flag_of("return_softmax", return_softmax)
-    require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return_softmax = translation.flag_of("return_softmax", return_softmax)
+    translation.require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if block_table is not None:
         seqlens_k = cu_seqlens_k.diff().int() if seqused_k is None else seqused_k
         out, lse = _paged(q, k, v, block_table, cu_seqlens_q, seqlens_k, flags)
@@ -360,7 +351,7 @@ def _flags(
     alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> Flags:
-    dropout = number_of(dropout_p, "dropout_p")
+    dropout = translation.number_of(dropout_p, "dropout_p")
     given = (softmax_scale, causal, window_size, softcap, deterministic)
     return flash.flags_of(*given, alibi_slopes=alibi_slopes, dropout=dropout)
 

@@ -20,14 +20,7 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import E4M3
 from tilewise.integrations.engines import Batch, Layer
-from tilewise.integrations.sglang.refusals import (
-    refuse_batch,
-    refuse_captured_mode,
-    refuse_layer,
-    refuse_others,
-    refuse_pool,
-    refuse_runner,
-)
+from tilewise.integrations.sglang import refusals
 
 
 class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -38,9 +31,9 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        refuse_runner(model_runner)
+        refusals.refuse_runner(model_runner)
         pool = model_runner.token_to_kv_pool
-        refuse_pool(pool, MHATokenToKVPool, model_runner.dtype)
+        refusals.refuse_pool(pool, MHATokenToKVPool, model_runner.dtype)
         self.token_to_kv_pool = pool
         self.req_to_token: Tensor = model_runner.req_to_token_pool.req_to_token
         self.page_size: int = pool.page_size
@@ -54,7 +47,7 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare a step that is not captured."""
-        refuse_batch(forward_batch)
+        refusals.refuse_batch(forward_batch)
         if forward_batch.forward_mode.is_idle():
             self.forward_metadata = None
             return
@@ -84,8 +77,8 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Fill the table and lengths of a decoding step before it is captured, and before each replay."""
-        refuse_batch(forward_batch)
-        refuse_captured_mode(forward_batch)
+        refusals.refuse_batch(forward_batch)
+        refusals.refuse_captured_mode(forward_batch)
         count = forward_batch.batch_size
         if count > len(self._seqlens):
             fix = "SGLang calls init_cuda_graph_state with the largest batch first."
@@ -130,7 +123,7 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         **others: Any,
     ) -> Tensor:
         """Prompts, chunks of prompts, single queries, and such together."""
-        refuse_others(others)
+        refusals.refuse_others(others)
         batch = self.forward_metadata
         if batch is None:
             fix = "SGLang calls init_forward_metadata before the layers of a step."
@@ -157,7 +150,7 @@ class _Attention:
     """A layer's calls, and its part of the pool as pages."""
 
     def __init__(self, layer: Any, sinks: Tensor | None, pool: Any) -> None:
-        refuse_layer(layer)
+        refusals.refuse_layer(layer)
         window = layer.sliding_window_size
         self.sinks = sinks
         self.calls = Layer(

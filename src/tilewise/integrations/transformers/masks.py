@@ -29,16 +29,6 @@ from tilewise.integrations.translation import Window
 from tilewise.tile_masks import TileMask
 from tilewise.tiles import TILE
 
-__all__ = [
-    "READ_BOOLEANS",
-    "Packing",
-    "Structure",
-    "StructuredMask",
-    "attention_mask_function",
-    "packing_of",
-    "tracing",
-]
-
 MaskFunction = Callable[..., Any]
 
 # From so many queries on a mask without flags is a tile mask: fewer are one row of tiles.

@@ -25,15 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from tilewise.errors import Unsupported
 from tilewise.integrations.engines import DTYPES, Batch, Layer, Role, int8_cell
-from tilewise.integrations.vllm.refusals import (
-    INT8,
-    KV_CACHE_DTYPES,
-    refuse_batch,
-    refuse_cache,
-    refuse_output_scales,
-    why_not_cache_dtype,
-    why_not_head_size,
-)
+from tilewise.integrations.vllm import refusals
 
 __all__ = ["TilewiseBackend", "TilewiseBuilder", "TilewiseImpl"]
 
@@ -52,7 +44,7 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(refusals.KV_CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -89,7 +81,7 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Whether heads may have this many channels."""
-        return why_not_head_size(head_size) is None
+        return refusals.why_not_head_size(head_size) is None
 
     @classmethod
     def supports_combination(
@@ -106,7 +98,7 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         del block_size, others, more
         if use_mla:
             return "latent attention (MLA) has a backend of its own: --attention-backend CUSTOM_MLA"
-        return why_not_head_size(head_size) or why_not_cache_dtype(kv_cache_dtype, dtype)
+        return refusals.why_not_head_size(head_size) or refusals.why_not_cache_dtype(kv_cache_dtype, dtype)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -147,7 +139,7 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        refuse_cache(device, vllm_config.kv_transfer_config)
+        refusals.refuse_cache(device, vllm_config.kv_transfer_config)
         self._page_size: int = kv_cache_spec.block_size
         # Other kinds of cache name a page that nobody reads where they keep none, or hold keys that no two share.
         self._shares = type(kv_cache_spec) is FullAttentionSpec
@@ -158,7 +150,7 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
         """The batch of a step; `common_prefix_len` is always 0, shared prefixes are found in the block table."""
         del common_prefix_len
         common = common_attn_metadata
-        refuse_batch(common)
+        refusals.refuse_batch(common)
         batch = Batch(
             common.num_actual_tokens,
             common.query_start_loc,
@@ -191,7 +183,8 @@ class TilewiseImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        reason = why_not_head_size(head_size) or why_not_cache_dtype(kv_cache_dtype, torch.get_default_dtype())
+        dtype = torch.get_default_dtype()
+        reason = refusals.why_not_head_size(head_size) or refusals.why_not_cache_dtype(kv_cache_dtype, dtype)
         if reason is not None:
             raise Unsupported(reason)
         # vLLM reads these.
@@ -213,7 +206,7 @@ class TilewiseImpl(AttentionImpl[Batch]):  # type: ignore[misc]
             softcap=logits_soft_cap,
             sinks=sinks,
             is_e4m3=self._is_e4m3,
-            is_int8=kv_cache_dtype == INT8 and role != "encoder",
+            is_int8=kv_cache_dtype == refusals.INT8 and role != "encoder",
             role=role,
         )
 
@@ -221,12 +214,11 @@ class TilewiseImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Store the step's keys and values."""
-        if not self._attends_pages:
-            return
-        if self._is_e4m3:
-            self.layer.write(key, value, kv_cache, slot_mapping, layer._k_scale, layer._v_scale)  # noqa: SLF001
-        else:
-            self.layer.write(key, value, kv_cache, slot_mapping)
+        if self._attends_pages:
+            self.layer.write(key, value, kv_cache, slot_mapping, *self._scales(layer))
+
+    def _scales(self, layer: Any) -> tuple[Tensor, ...]:
+        return (layer._k_scale, layer._v_scale) if self._is_e4m3 else ()  # noqa: SLF001
 
     def forward(
         self,
@@ -244,12 +236,9 @@ class TilewiseImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         if attn_metadata is None:
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
-            refuse_output_scales()
-        if not self._attends_pages:
-            self.layer.attend_unpaged(query, key, value, attn_metadata, output)
-        elif self._is_e4m3:
-            scales = layer._k_scale, layer._v_scale  # noqa: SLF001
-            self.layer.attend(query, kv_cache, attn_metadata, output, *scales)
+            raise Unsupported("results in FP8 (fused output quantisation): tilewise writes them in the model's dtype")
+        if self._attends_pages:
+            self.layer.attend(query, kv_cache, attn_metadata, output, *self._scales(layer))
         else:
-            self.layer.attend(query, kv_cache, attn_metadata, output)
+            self.layer.attend_unpaged(query, key, value, attn_metadata, output)
         return output

@@ -24,14 +24,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 
 from tilewise.errors import Unsupported
 from tilewise.integrations.engines import DTYPES, Batch, Layer
-from tilewise.integrations.vllm import LATENT_NAME
-from tilewise.integrations.vllm.refusals import (
-    LATENT_CACHE_DTYPES,
-    refuse_batch,
-    refuse_cache,
-    why_not_cache_dtype,
-    why_not_latent_layer,
-)
+from tilewise.integrations.vllm import LATENT_NAME, refusals
 from tilewise.problem import MAX_HEAD_DIM
 
 __all__ = ["TilewiseMLABackend", "TilewiseMLABuilder", "TilewiseMLAImpl"]
@@ -41,7 +34,7 @@ class TilewiseMLABackend(MLACommonBackend):  # type: ignore[misc]
     """What vLLM may ask of tilewise."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(LATENT_CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(refusals.LATENT_CACHE_DTYPES)
 
     @staticmethod
     def get_name() -> str:
@@ -74,7 +67,7 @@ class TilewiseMLABackend(MLACommonBackend):  # type: ignore[misc]
     ) -> str | None:
         """The reason against a combination, for vLLM's list of reasons."""
         del head_size, others, more
-        return why_not_cache_dtype(kv_cache_dtype, dtype, LATENT_CACHE_DTYPES)
+        return refusals.why_not_cache_dtype(kv_cache_dtype, dtype, refusals.LATENT_CACHE_DTYPES)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -98,11 +91,11 @@ class TilewiseMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        refuse_cache(device, vllm_config.kv_transfer_config)
+        refusals.refuse_cache(device, vllm_config.kv_transfer_config)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
         """Metadata of a step as vLLM makes it, with the batch of `_build_decode` in it."""
-        refuse_batch(common_attn_metadata)
+        refusals.refuse_batch(common_attn_metadata)
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _build_decode(
@@ -154,9 +147,9 @@ class TilewiseMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None,
         **latents: Any,
     ) -> None:
-        reason = why_not_cache_dtype(
-            kv_cache_dtype, torch.get_default_dtype(), LATENT_CACHE_DTYPES
-        ) or why_not_latent_layer(
+        reason = refusals.why_not_cache_dtype(
+            kv_cache_dtype, torch.get_default_dtype(), refusals.LATENT_CACHE_DTYPES
+        ) or refusals.why_not_latent_layer(
             is_decoder=attn_type == AttentionType.DECODER,
             indexer=latents.get("indexer"),
             alibi_slopes=alibi_slopes,

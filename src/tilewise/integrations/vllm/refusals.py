@@ -9,18 +9,6 @@ import torch
 from tilewise.errors import Unsupported
 from tilewise.problem import MAX_HEAD_DIM_V
 
-__all__ = [
-    "INT8",
-    "KV_CACHE_DTYPES",
-    "LATENT_CACHE_DTYPES",
-    "refuse_batch",
-    "refuse_cache",
-    "refuse_output_scales",
-    "why_not_cache_dtype",
-    "why_not_head_size",
-    "why_not_latent_layer",
-]
-
 # What a cache may hold, by vLLM's names: the model's own dtype, e4m3 with a scale per tensor or per K/V head, or int8
 # with a scale per token and K/V head.
 OWN = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -74,8 +62,3 @@ def refuse_batch(common: Any) -> None:
         raise Unsupported("reference sliding windows (R-SWA), whose prefix stays visible past the window")
     if getattr(common, "dcp_local_seq_lens", None) is not None:
         raise Unsupported("decode context parallelism: each rank holds a part of the keys, tilewise attends to all")
-
-
-def refuse_output_scales() -> None:
-    """Raise for results that are to be stored in fewer bits."""
-    raise Unsupported("results in FP8 (fused output quantisation): tilewise writes them in the model's dtype")

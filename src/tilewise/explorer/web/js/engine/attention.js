@@ -1,4 +1,4 @@
-/** The forward schedules as events: naive, FA-1 (K/V outside) and FA-2 (Q outside). Order: simulator/events.py. */
+/** The forward schedules as events: naive, FA-1 (K/V outside) and FA-2 (Q outside). Order: simulator/forward.py. */
 
 import { blocks } from "tilewise/engine/band.js";
 import { Recorder, array, bandOf, span } from "tilewise/engine/recorder.js";

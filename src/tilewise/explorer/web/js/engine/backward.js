@@ -1,4 +1,4 @@
-/** The backward schedules as events: recomputing (FA-2) and naive (which keeps P). Order: simulator/events.py. */
+/** The backward schedules as events: recomputing (FA-2) and naive (which keeps P). Order: simulator/backward.py. */
 
 import { blocks } from "tilewise/engine/band.js";
 import { mask, scores } from "tilewise/engine/attention.js";

@@ -91,7 +91,7 @@ export class Band {
   }
 }
 
-/** A mask pair by pair, such as one that was drawn; the mirror of tilewise/simulator/drawn.py. */
+/** A mask pair by pair, such as one that was drawn; the mirror of Drawn in tilewise/simulator/events.py. */
 export class Drawn {
   /** @param {string[]} rows  one text a query, "1" for a key that it sees */
   constructor(rows) {

@@ -1,4 +1,4 @@
-/** C = A B as events: element by element, and in tiles. Order: simulator/events.py. */
+/** C = A B as events: element by element, and in tiles. Order: simulator/matmul.py. */
 
 import { blocks } from "tilewise/engine/band.js";
 import { Recorder, array, span } from "tilewise/engine/recorder.js";

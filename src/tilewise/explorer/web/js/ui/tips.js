@@ -4,15 +4,20 @@ import { h, setText } from "tilewise/ui/dom.js";
 
 const MARGIN = 8;
 const box = h("div", { class: "tip", hidden: true, "aria-hidden": "true" });
+/** The focused element whose text is shown. Its tip stays and moves with it: focus itself may scroll the page, also below
+ * a pointer that rests.
+ * @type {HTMLElement | null} */
+let focused = null;
 
 export function startTips() {
   document.body.append(box);
   const show = (/** @type {Event} */ event) => {
     const target = /** @type {HTMLElement} */ (event.target)?.closest?.(".explained, [data-tip]");
     if (!target) {
-      box.hidden = true;
+      if (!focused) box.hidden = true;
       return;
     }
+    focused = event.type === "focusin" ? target : null;
     const text =
       target.getAttribute("data-tip") ??
       document.getElementById(target.getAttribute("aria-describedby") ?? "")?.textContent ??
@@ -24,7 +29,8 @@ export function startTips() {
   document.addEventListener("pointerover", show);
   document.addEventListener("focusin", show);
   document.addEventListener("focusout", () => showTip(null));
-  document.addEventListener("scroll", () => showTip(null), { passive: true, capture: true });
+  const follow = () => (focused ? place(focused.getBoundingClientRect()) : showTip(null));
+  document.addEventListener("scroll", follow, { passive: true, capture: true });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") showTip(null);
   });
@@ -32,6 +38,7 @@ export function startTips() {
 
 /** A text beside the pointer, for pictures whose parts are no elements. @param {string | null} text */
 export function showTip(text, x = 0, y = 0) {
+  focused = null;
   box.hidden = text === null;
   if (text === null) return;
   setText(box, text);
