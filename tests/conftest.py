@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from emulated_backend import emulated
 from interpreting import hasten
-from tilewise import dispatch
+from tilewise import cascade, dispatch
 from tilewise.backends import NAMES
 from tilewise.backends.cpu import isa
 from tilewise.testing import Case
@@ -26,7 +28,8 @@ SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_COUNT = 65, 64, 100
 REFERENCE_STEP = 8
 # Files whose kernels are emulated, interpreted or only compiled, which uses no threads of torch, or which do not test
 # them: that conformance, tests/kv and test_cpu_* do. On a GPU's machine references are larger.
-UNTHREADED = ("test_accuracy", "test_decode_", "test_fp8_protocol", "test_hopper_", "test_triton_", "test_two_gpus")
+UNTHREADED = tuple(f"test_{name}" for name in ("accuracy", "decode_", "fp8_protocol", "hopper_", "triton_", "two_gpus"))
+UNTHREADED = (*UNTHREADED, "test_long_sequences", "test_suite_", "test_tile_masks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -92,6 +95,22 @@ def reference_is_single_threaded(request: pytest.FixtureRequest) -> Iterator[Non
     alone = request.getfixturevalue("backend") == "reference"
     with one_thread() if alone else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture
+def always_cascade(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared prefixes are attended once, of whatever size, whether it pays or not."""
+    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[Any]:
+    """A group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def _backends(config: pytest.Config) -> list[str]:

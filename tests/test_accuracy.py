@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tilewise.cli import accuracy, build_app
+from making import invoke
+from tilewise.cli import accuracy
 from tilewise.cli.accuracy import DISTRIBUTIONS, make_sample
 
 SMALL = ("accuracy", "--seqlen", "64", "--heads", "1", "--head-dim", "32", "--rows", "16")
@@ -49,7 +49,7 @@ def test_the_model_learns() -> None:
 
 def test_json_and_plot(tmp_path: Path) -> None:
     picture = tmp_path / "accuracy.svg"
-    result = CliRunner().invoke(build_app(), [*SMALL, "--distribution", "normal", "--json", "--plot", str(picture)])
+    result = invoke(*SMALL, "--distribution", "normal", "--json", "--plot", str(picture))
     assert result.exit_code == 0, result.output
     errors = json.loads(result.stdout)["errors"]
     assert len(errors) == len(list(accuracy.recipes()))
@@ -58,12 +58,12 @@ def test_json_and_plot(tmp_path: Path) -> None:
 
 
 def test_text_names_every_recipe_and_the_distribution() -> None:
-    text = CliRunner(env={"COLUMNS": "120"}).invoke(build_app(), [*SMALL, "--distribution", "outliers"]).stdout
+    text = invoke(*SMALL, "--distribution", "outliers", columns=120).stdout
     assert "fp8 per block rotated" in text
     assert "Bernoulli" in text
 
 
 @pytest.mark.parametrize("bad", [("--distribution", "cauchy"), ("--plot", "accuracy.png"), ("--seqlen", "1")])
 def test_bad_options_are_refused(bad: tuple[str, str]) -> None:
-    assert CliRunner().invoke(build_app(), [*SMALL, *bad]).exit_code == 2
+    assert invoke(*SMALL, *bad).exit_code == 2
     assert DISTRIBUTIONS == ("normal", "outliers", "model")

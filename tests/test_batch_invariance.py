@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.cascade import Group, SharedPrefix
-from tilewise.errors import InvalidProblem, Unsupported
+from making import prefix_of_all
+from tilewise.errors import InvalidProblem
 from tilewise.testing.conformance import same_bits
 from tilewise.testing.invariance import Sequences, check_invariant
 
@@ -40,24 +40,18 @@ def test_the_number_of_threads_changes_nothing() -> None:
     assert same_bits(made[0], made[2])
 
 
-def test_a_shared_prefix_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilewise.cascade.LAUNCH_SECONDS", {"cpu": 0.0})
-    monkeypatch.setattr("tilewise.cascade.CPU_MERGE_SECONDS", 0.0)
+@pytest.mark.usefixtures("always_cascade")
+def test_a_shared_prefix_is_not_merged() -> None:
     torch.manual_seed(0)
     q, (k, v) = torch.randn(2, 4, 32), torch.randn(2, 20, 16, 2, 32)
     table = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 5, 6, 9]], dtype=torch.int32)
     lengths = torch.tensor([80, 70], dtype=torch.int32)
-    shared = SharedPrefix(
-        (Group(2, 2, 64),), table[:1, :4].contiguous(), torch.tensor([64], dtype=torch.int32),
-        torch.tensor([0, 2], dtype=torch.int32), None, table[:, 4:].contiguous(), lengths - 64,
-    )  # fmt: skip
+    shared = prefix_of_all(table, lengths, 64, 16)
     call: Any = {"deterministic": "batch"}
     plain = tw.attention_paged(q, k, v, table, lengths, **call)
     assert same_bits(tw.attention_paged(q, k, v, table, lengths, shared_prefix=shared, **call), plain)
     assert not same_bits(tw.attention_paged(q, k, v, table, lengths, shared_prefix=shared), plain)
-    explained = tw.explain(
-        q, k, v, block_table=table, seqlens_k=lengths, shared_prefix=shared, deterministic="batch"
-    )  # fmt: skip
+    explained = tw.explain(q, k, v, block_table=table, seqlens_k=lengths, shared_prefix=shared, **call)
     assert explained.cascade == "no: merging it would make bits depend on the batch"
 
 
@@ -91,45 +85,19 @@ def test_on_a_gpu_decoding_goes_to_fixed_splits() -> None:
     assert tw.explain(long, long, long, device="h200", deterministic="batch").backend == "hopper"
 
 
-class TestRefused:
-    """Calls whose bits would depend on the batch."""
-
-    def test_other_words(self) -> None:
-        q = torch.randn(1, 2, 4, 8)
-        with pytest.raises(InvalidProblem, match="deterministic: expected None, True, False or 'batch'"):
-            tw.attention(q, q, q, deterministic="always")  # type: ignore[call-overload]
-
-    def test_dropout(self) -> None:
-        q = torch.randn(1, 2, 4, 8)
-        with pytest.raises(InvalidProblem, match="dropout: expected 0 next to deterministic='batch'"):
-            tw.attention(q, q, q, deterministic="batch", dropout=0.1)
-
-    def test_open_lengths(self) -> None:
-        q, cu = torch.randn(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
-        with pytest.raises(InvalidProblem, match="max_seqlen_q: expected an integer, because of deterministic='batch'"):
-            tw.attention_varlen(q, q, q, cu, cu, deterministic="batch", max_seqlen_k=3)
-
-    def test_gradients_on_a_gpu(self) -> None:
-        q = torch.empty(1, 2, 512, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        plan = tw.explain(q, q, q, device="h200", deterministic="batch")
-        assert plan.backend is None
-        assert "results without gradients" in str(plan)
-
-    def test_a_backend_that_does_not_say_so(self) -> None:
-        from tilewise.backends.reference import ReferenceBackend
-        from tilewise.testing import installed
-
-        class Plain:
-            name = "plain"
-
-            def __getattr__(self, name: str) -> Any:
-                if name == "ignores_batch":
-                    raise AttributeError(name)
-                return getattr(ReferenceBackend(), name)
-
-        q = torch.randn(1, 2, 4, 8)
-        with installed(Plain()), pytest.raises(Unsupported, match="independent of the batch"):
-            tw.attention(q, q, q, deterministic="batch", backend="plain")
+def test_calls_whose_bits_would_depend_on_the_batch_are_refused() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(InvalidProblem, match="deterministic: expected None, True, False or 'batch'"):
+        tw.attention(q, q, q, deterministic="always")  # type: ignore[call-overload]
+    with pytest.raises(InvalidProblem, match="dropout: expected 0 next to deterministic='batch'"):
+        tw.attention(q, q, q, deterministic="batch", dropout=0.1)
+    rows, cu = torch.randn(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    with pytest.raises(InvalidProblem, match="max_seqlen_q: expected an integer, because of deterministic='batch'"):
+        tw.attention_varlen(rows, rows, rows, cu, cu, deterministic="batch", max_seqlen_k=3)
+    there = torch.empty(1, 2, 512, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    plan = tw.explain(there, there, there, device="h200", deterministic="batch")
+    assert plan.backend is None
+    assert "results without gradients" in str(plan)
 
 
 def test_the_check_finds_a_dependence() -> None:

@@ -1,21 +1,26 @@
-"""The benchmark: what it counts, that it catches a wrong result and that it reports honestly."""
+"""The benchmark: what it counts, that it catches a wrong result, judges each contestant by what it may round, and
+reports honestly.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from suite import report, results, runner, verdicts
 from suite.__main__ import main
 from suite.cases import Bar, Case
+from suite.checking import Checker
 from suite.cpu_cases import cpu_cases
 from suite.gpu_cases import gpu_cases
-from suite.implementations import Implementation, NotApplicable, Prepared
-from suite.inputs import Inputs
+from suite.implementations import Implementation, NotApplicable, Prepared, results_of
+from suite.inputs import Inputs, make_inputs
 from suite.peers import implementations
 from suite.results import CaseResult, Measured, Results
 from tilewise.errors import InvalidProblem
@@ -129,14 +134,7 @@ def test_nobody_is_fatal_and_a_wrong_ones_speed_is_not_kept() -> None:
     assert found["sdpa"].value is not None
     assert found["sdpa"].rate == pytest.approx(result.case.flops / found["sdpa"].value)
     text = report.plain(whole(result))
-    for part in (
-        "wrong",
-        "failed",
-        "once too often",
-        "package absent is not installed",
-        "not for this one",
-        "MISS naive",
-    ):
+    for part in ("wrong", "failed", "once too often", "absent is not installed", "not for this one", "MISS naive"):
         assert part in text
     assert "0 passed, 1 missed, 1 could not be judged" in text
 
@@ -152,7 +150,73 @@ def test_results_survive_the_file(tmp_path: Path) -> None:
         results.read(path)
 
 
-# --- memory and first calls
+# --- who is wrong
+
+
+KINDS = [
+    small(),
+    small(causal=True, window=(9, 0), seqlen_q=65, seqlen_k=130),
+    small(causal=True, measure="backward"),
+    small(dtype="bfloat16", measure="backward"),
+    small(kind="varlen", batch=3, seqlens=(70, 1, 33), causal=True, measure="backward"),
+    small(kind="varlen", batch=2, seqlens=(70, 70), causal=True, measure="backward"),
+    small(kind="paged", seqlen_q=1, page_size=16, seqlen_k=50),
+    small(dtype="bfloat16", causal=True, e4m3_values=True, recorded=True),
+]
+
+
+@pytest.mark.parametrize("case", KINDS, ids=lambda c: f"{c.kind}-{c.batch}-{c.measure}-{c.dtype}")
+def test_right_results_pass_and_slightly_wrong_ones_do_not(case: Case) -> None:
+    inputs = make_inputs(case)
+    checker = Checker(case, inputs)
+    peer = {"dense": "sdpa", "varlen": "sdpa-padded", "paged": "sdpa-gather"}[case.kind]
+    as_dense = case.kind == "paged" or (case.kind == "varlen" and len({*case.seqlens}) == 1)
+    for name in ("tilewise", *("tilewise-fp8",) * case.e4m3_values, *("tilewise-dense",) * as_dense, peer):
+        with torch.set_grad_enabled(case.needs_grad):
+            found = results_of(case, implementations("cpu")[name].prepare(case, inputs))
+        assert checker.judge(found).complaint is None, name
+        for result in found:
+            # The last component of the last sequence (of the first one, where they are packed) is off by half.
+            broken = dict(found) | {result: found[result].detach().clone()}
+            broken[result][69 if case.kind == "varlen" else -1, ..., -1] *= 1.5
+            assert checker.judge(broken).complaint is not None, (name, result)
+            assert checker.judge(broken).error > checker.judge(found).error
+    poisoned = dict(found) | {"out": torch.full_like(found["out"], torch.nan)}
+    assert checker.judge(poisoned).complaint is not None
+
+
+def test_only_packed_sequences_of_one_length_are_compared_with_dense_tensors() -> None:
+    case = small(kind="varlen", batch=2, seqlens=(70, 33))
+    with pytest.raises(NotApplicable, match="of one length"):
+        implementations("cpu")["tilewise-dense"].prepare(case, make_inputs(case))
+
+
+def test_only_contestants_that_round_as_fp8_tensor_cores_do_may_be_as_coarse() -> None:
+    names = ("fine", "coarse", "sdpa")
+    case = small(dtype="bfloat16", num_kv_heads=4, seqlen_k=300, e4m3_values=True, implementations=names)
+
+    def rounding(case: Case, inputs: Inputs) -> Prepared:
+        """Probabilities in e4m3, of which the largest of a row is 256."""
+        right = implementations("cpu")["sdpa"].prepare(case, inputs)
+        s = inputs.q.double() @ inputs.k.double().mT / math.sqrt(case.head_dim)
+        p = torch.exp(s - s.amax(-1, keepdim=True)) * 256.0
+        out = (p.to(torch.float8_e4m3fn).double() @ inputs.v.double()) / p.sum(-1, keepdim=True)
+        return dataclasses.replace(right, call=lambda: out.bfloat16())
+
+    known = {
+        "fine": Implementation("fine", rounding),
+        "coarse": Implementation("coarse", rounding, coarse=True),
+        "sdpa": implementations("cpu")["sdpa"],
+    }
+    measured = next(iter(runner.run([case], known, LIMITS, lambda _: None))).measured
+    assert [(m.implementation, m.status) for m in measured] == [("fine", "wrong"), ("coarse", "ok"), ("sdpa", "ok")]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_who_may_be_coarse(device: str) -> None:
+    """On a CPU e4m3 operands have the bits of the dequantised tensors' attention."""
+    coarse = [name for name, i in implementations(device).items() if i.coarse]
+    assert coarse == ([] if device == "cpu" else ["tilewise-fp8"])
 
 
 # --- bars

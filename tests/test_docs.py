@@ -96,16 +96,13 @@ def test_output_of_the_pages(page: str, arguments: list[str], output: str) -> No
     assert CliRunner().invoke(build_app(), arguments).stdout == output, page
 
 
-def test_code_of_the_page_on_context_parallelism(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_code_of_the_page_on_context_parallelism() -> None:
     """With one rank, and tensors in the place of a model's."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/distributed.md").read_text(), re.DOTALL)
     q = torch.randn(1, 2, 64, 16)
     names: dict[str, Any] = {"tokens": torch.arange(64)[None], "q": q, "k": q, "v": q}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        exec(compile(code.replace('"cuda", (8,)', '"cpu", (1,)'), "distributed.md", "exec"), names)
-    finally:
-        torch.distributed.destroy_process_group()
+    exec(compile(code.replace('"cuda", (8,)', '"cpu", (1,)'), "distributed.md", "exec"), names)
     torch.testing.assert_close(names["whole"], tilewise.attention(q, q, q, causal=True))
     assert names["positions"].tolist() == list(range(64))
 

@@ -32,20 +32,32 @@ def wide(tensor: Tensor, how: str) -> Tensor:
     return tensor.long()
 
 
+def attended(kind: str, indices: dict[str, Tensor], by: str) -> tuple[Tensor, ...]:
+    """out, lse and gradients of pages, or of packed sequences whose rows are theirs."""
+    q, kv = (queries() if kind == "paged" else queries(5)).requires_grad_(), pages().requires_grad_()
+    keys = kv if kind == "paged" else kv.flatten(0, 1)
+    call: Any = tw.attention_paged if kind == "paged" else tw.attention_varlen
+    out, lse = call(q, keys, keys, **indices, backend=by, causal=True, return_lse=True)
+    return out, lse, *torch.autograd.grad(out.square().sum(), (q, kv))
+
+
+INDICES: dict[str, dict[str, Tensor]] = {
+    "paged": {"block_table": TABLE, "seqlens_k": LENGTHS},
+    "varlen": {"cu_seqlens_q": STARTS, "cu_seqlens_k": torch.tensor([0, 10, 24], dtype=torch.int32)},
+}
+
+
 @pytest.mark.parametrize("how", ["plain", "strided"])
-@pytest.mark.parametrize("names", [("block_table",), ("seqlens_k",), ("block_table", "seqlens_k")], ids="-".join)
+@pytest.mark.parametrize("which", ["first", "second", "both"])
+@pytest.mark.parametrize("kind", INDICES)
 @pytest.mark.parametrize("by", ["cpu", "reference"])
-def test_pages_named_in_int64(names: tuple[str, ...], how: str, by: str) -> None:
-    narrow: dict[str, Any] = {"block_table": TABLE, "seqlens_k": LENGTHS}
-    given = {name: wide(t, how) if name in names else t for name, t in narrow.items()}
-    q, kv = queries().requires_grad_(), pages().requires_grad_()
-    results = []
-    for indices in (narrow, given, given):
-        out, lse = tw.attention_paged(q, kv, kv, **indices, backend=by, return_lse=True)
-        results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, kv))))
-    for other in results[1:]:
-        for found, expected in zip(other, results[0], strict=True):
-            assert torch.equal(found, expected)
+def test_results_are_those_of_int32(kind: str, which: str, how: str, by: str) -> None:
+    narrow = INDICES[kind]
+    chosen = {"first": [*narrow][:1], "second": [*narrow][1:], "both": [*narrow]}[which]
+    given = {name: wide(t, how) if name in chosen else t for name, t in narrow.items()}
+    expected = attended(kind, narrow, by)
+    for _ in range(2):
+        assert all(map(torch.equal, attended(kind, given, by), expected))
 
 
 def test_packed_queries_over_pages_and_without_gradients() -> None:

@@ -7,7 +7,6 @@ from torch import Tensor
 import tilewise as tw
 
 BACKENDS = ("cpu", "reference")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def qkv(rows: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

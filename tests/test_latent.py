@@ -93,12 +93,9 @@ def test_columns_that_are_not_there_are_refused(count: Any) -> None:
         fp8.quantize(torch.randn(1, 1, 5, 80)).first_columns(count)
 
 
-def test_rotated_rows_have_no_first_columns() -> None:
+def test_rotation_and_latents_exclude_each_other() -> None:
     with pytest.raises(tw.InvalidProblem, match="without rotation"):
         fp8.quantize(torch.randn(1, 1, 5, 64), rotation=True).first_columns(32)
-
-
-def test_latents_are_not_rotated() -> None:
     with pytest.raises(tw.InvalidProblem, match="False for rows of more than 512 columns"):
         fp8.quantize(torch.randn(1, 1, 5, 576), rotation=True)
 

@@ -138,19 +138,3 @@ def test_explain_says_who_refuses() -> None:
     plain, asked = (tw.explain(q, k, k, device="h200", return_max_logits=flag) for flag in (False, True))
     assert (plain.backend, asked.backend) == ("hopper", "triton")
     assert "max_logits of few query rows" in dict(asked.rejected)["hopper"]
-
-
-def test_a_backend_that_does_not_know_it_is_not_asked() -> None:
-    from tilewise.backends.reference import ReferenceBackend
-    from tilewise.testing import installed
-
-    class Plain:
-        name = "plain"
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "finds_largest":
-                raise AttributeError(name)
-            return getattr(ReferenceBackend(), name)
-
-    with installed(Plain()), pytest.raises(Unsupported, match="does not know max_logits"):
-        tw.attention(*inputs(), return_max_logits=True, backend="plain")

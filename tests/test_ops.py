@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
-from making import int32
-from tilewise import cascade, fp8, ops, schemas
+from making import int32, prefix_of_all
+from tilewise import fp8, ops, schemas
 from tilewise.operands import Flags, Operands
 from tilewise.problem import Kind
 
@@ -29,31 +29,12 @@ def mapped(operands: Operands, change: Callable[[Tensor], Tensor]) -> Operands:
 def samples() -> dict[str, tuple[Kind, Operands, Flags]]:
     """One rich call of each kind."""
     extras = {"sinks": randn(4), "alibi_slopes": randn(4, grad=False)}
-    dense = Operands(
-        randn(2, 4, 5, 8),
-        randn(2, 2, 7, 8, seed=1),
-        randn(2, 2, 7, 6, seed=2),
-        bias=randn(1, 4, 5, 7),
-        mask=torch.ones(7, dtype=torch.bool),
-        seed=torch.tensor(5),
-        **extras,
-    )
-    varlen = Operands(
-        randn(5, 4, 8),
-        randn(7, 2, 8, seed=1),
-        randn(7, 2, 6, seed=2),
-        cu_seqlens_q=int32(0, 2, 5),
-        cu_seqlens_k=int32(0, 3, 7),
-        **extras,
-    )
-    paged = Operands(
-        randn(2, 4, 8),
-        randn(6, 4, 2, 8, seed=1),
-        randn(6, 4, 2, 6, seed=2),
-        block_table=torch.tensor([[0, 1], [5, -1]], dtype=torch.int32),
-        seqlens_k=int32(6, 3),
-        **extras,
-    )
+    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 7, 8, seed=1), randn(2, 2, 7, 6, seed=2)
+    dense = Operands(q, k, v, bias=randn(1, 4, 5, 7), mask=torch.ones(7).bool(), seed=torch.tensor(5), **extras)
+    q, k, v = randn(5, 4, 8), randn(7, 2, 8, seed=1), randn(7, 2, 6, seed=2)
+    varlen = Operands(q, k, v, cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 3, 7), **extras)
+    q, k, v = randn(2, 4, 8), randn(6, 4, 2, 8, seed=1), randn(6, 4, 2, 6, seed=2)
+    paged = Operands(q, k, v, block_table=int32([0, 1], [5, -1]), seqlens_k=int32(6, 3), **extras)
     rich = Flags(causal=True, window_left=3, softcap=5.0, needs_grad=True)
     return {
         "dense": ("dense", dense, rich._replace(dropout=0.2)),
@@ -119,17 +100,14 @@ def test_compile_varlen_paged_and_dropout() -> None:
     torch.testing.assert_close(run(q, k, v, table, lengths), tw.attention_paged(q, k, v, table, lengths))
 
 
-def test_compile_pages_in_8_bits_and_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("always_cascade")
+def test_compile_pages_in_8_bits_and_shared_prefixes() -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)  # at any size
     q, k, v = (randn(*shape, grad=False, seed=i) for i, shape in enumerate(((2, 4, 8), (6, 4, 2, 8), (6, 4, 2, 8))))
     table, lengths = torch.tensor([[0, 1], [0, 5]], dtype=torch.int32), int32(6, 5)
     narrow = [fp8.quantize_pages(t.bfloat16()) for t in (k, v)]
     tokens = [fp8.quantize_pages(t.bfloat16(), dtype=torch.int8) for t in (k, v)]
-    shared = cascade.SharedPrefix(
-        groups=(cascade.Group(2, 2, 4),), block_table=table[:1, :1], seqlens_k=int32(4), cu_seqlens_q=int32(0, 2),
-        rows=None, own_table=table[:, 1:], own_seqlens=lengths - 4,
-    )  # fmt: skip
+    shared = prefix_of_all(table, lengths, 4, 4)
     runs: list[Callable[[Tensor], Any]] = [
         lambda q: tw.attention_paged(q.bfloat16(), narrow[0], narrow[1], table, lengths),
         lambda q: tw.attention_paged(q * 2, k, v, table, lengths, shared_prefix=shared),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.kv.writing import write_rows
+from tilewise.memory import overlap
 from tilewise.operands import Flags
 
 NAN = float("nan")
@@ -45,6 +49,17 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
 
 
 KINDS = ("dense", "varlen", "paged")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_symbolic_sizes(name: str) -> None:
+    """As traced with sizes that are not known: the same shape comes out."""
+    call, given = calls()[name]
+    expected = call(*given)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    *operands, out = (mode.from_tensor(t, static_shapes=False) for t in (*given, expected))
+    with mode:
+        assert call(*operands, out=out).shape == expected.shape
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,10 +144,9 @@ def test_dtypes_of_autocast() -> None:
             tw.attention(q, k, v, out=out.float())
 
 
+@pytest.mark.usefixtures("always_cascade")
 @pytest.mark.parametrize("strides", ["contiguous", "rows apart", "columns apart"])
-def test_with_a_shared_prefix(monkeypatch: pytest.MonkeyPatch, strides: str) -> None:
-    monkeypatch.setattr("tilewise.cascade.LAUNCH_SECONDS", {"cpu": 0.0})
-    monkeypatch.setattr("tilewise.cascade.CPU_MERGE_SECONDS", 0.0)
+def test_with_a_shared_prefix(strides: str) -> None:
     q, k, v, table, lengths = paged()
     table[:2, :4], lengths[1] = table[:1, :4], 80
     shared = SharedPrefix(
@@ -306,3 +320,24 @@ def test_rows_written_through_slots_that_change_in_place() -> None:
     slots[2] = 8
     with pytest.raises(InvalidProblem, match="slots"):
         write_rows(rows, -rows, pages[0], pages[1], slots)
+
+
+def test_overlap_is_exact_for_any_strides() -> None:
+    """Against the bytes of every element, listed one by one."""
+    draw = random.Random(0)
+    memory, found = torch.zeros(64, dtype=torch.uint8), set()
+
+    def view() -> Tensor:
+        dtype = draw.choice((torch.uint8, torch.int16))
+        shape, strides = ([draw.randint(low, 3) for _ in range(3)] for low in (1, 0))
+        return memory.view(dtype).as_strided(shape, strides, draw.randint(0, 12))
+
+    def bytes_of(t: Tensor) -> set[int]:
+        places = torch.arange(64 // t.element_size()).as_strided(t.shape, t.stride(), t.storage_offset()).flatten()
+        return {place * t.element_size() + byte for place in places.tolist() for byte in range(t.element_size())}
+
+    for _ in range(500):
+        a, b = view(), view()
+        found.add(overlap(a, b))
+        assert overlap(a, b) == bool(bytes_of(a) & bytes_of(b)), (a.shape, a.stride(), b.shape, b.stride())
+    assert found == {True, False}

@@ -1,23 +1,20 @@
-"""`tilewise bench`: what it prints and writes, and that a wrong result has no time."""
+"""`tilewise bench`: what it prints and writes, that a wrong result has no time, and that it times fairly."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
+from making import invoke
 from tilewise.bench import quick
-from tilewise.cli import build_app
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(build_app(), ["bench", "--device", "cpu", *arguments], env={"COLUMNS": "120"})
+from tilewise.bench.timing import Clock, Entrant, race, summarise
 
 
 @pytest.mark.parametrize("case", quick.cases("cpu"), ids=lambda case: case.name)
@@ -38,7 +35,9 @@ def test_every_case_is_measured_and_right(case: quick.Case) -> None:
 
 def test_json_says_where_and_with_what() -> None:
     before = torch.get_num_threads()
-    done = invoke("--only", "decode", "--seconds-per-case", "0.01", "--threads", "1", "--json")
+    done = invoke(
+        "bench", "--device", "cpu", "--only", "decode", "--seconds-per-case", "0.01", "--threads", "1", "--json"
+    )
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     assert document["threads"] == 1
@@ -53,7 +52,9 @@ def test_json_says_where_and_with_what() -> None:
 
 def test_the_table_and_the_file(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "run.json"
-    done = invoke("--only", "decode", "--quick", "--seconds-per-case", "0.01", "--output", str(path))
+    done = invoke(
+        "bench", "--device", "cpu", "--only", "decode", "--quick", "--seconds-per-case", "0.01", "--output", str(path)
+    )
     assert done.exit_code == 0, done.output
     assert "against torch" in done.stdout
     assert "B/s" in done.stdout
@@ -89,7 +90,61 @@ def test_what_is_wrong_or_fails_has_no_time(name: str, monkeypatch: pytest.Monke
     ],
 )
 def test_what_makes_no_sense_is_refused_before_measuring(arguments: list[str], said: str) -> None:
-    done = invoke(*arguments)
+    done = invoke("bench", "--device", "cpu", *arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(said)
     assert len(done.stderr.splitlines()) == 1
+
+
+# --- rounds, turns, and who drops out
+
+
+class FakeClock(Clock):
+    """A batch returns the seconds it would take."""
+
+    sample_seconds = 1.0
+
+    def __call__(self, batch: Callable[[], object], lead_in: Callable[[], object]) -> float:  # noqa: ARG002
+        seconds = batch()
+        assert isinstance(seconds, float)
+        return seconds
+
+
+def noting(order: list[str], name: str, seconds: float) -> Entrant:
+    """An entrant that takes so long and writes down when it is called."""
+
+    def repeat(calls: int) -> Callable[[], float]:
+        def batch() -> float:
+            order.append(name)
+            return seconds * calls
+
+        return batch
+
+    return Entrant(name, repeat)
+
+
+def test_rounds_are_interleaved_and_slow_entrants_sampled_less() -> None:
+    order: list[str] = []
+    fast, other, slow = (noting(order, *who) for who in (("fast", 0.25), ("other", 0.5), ("slow", 30.0)))
+    race([fast, other, slow], FakeClock(), seconds=60.0)
+    assert (fast.calls, other.calls, slow.calls) == (4, 2, 1)
+    assert len(fast.samples) == len(other.samples) == 5
+    assert len(slow.samples) == 2
+    assert summarise(fast).median == 0.25
+    timed = order[order.index("slow") + 2 :]
+    # The same ones meet in another order; the slow one sits out every round but the first and the fourth.
+    rounds = [["fast", "other", "slow"], ["fast", "other"], ["other", "fast"], ["other", "slow", "fast"]]
+    assert timed == [name for names in rounds for name in names] + ["fast", "other"]
+
+
+def test_an_entrant_that_fails_drops_out() -> None:
+    def broken(calls: int) -> Callable[[], float]:
+        if calls > 1:
+            raise ValueError("no batches")
+        return lambda: 0.1
+
+    bad, good = Entrant("bad", broken), Entrant("good", lambda calls: lambda: 0.1 * calls)
+    race([bad, good], FakeClock(), seconds=100.0)
+    assert bad.failure == "ValueError: no batches"
+    assert good.failure is None
+    assert len(good.samples) >= 5

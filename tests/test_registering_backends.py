@@ -18,7 +18,7 @@ from tilewise.cli import build_app
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands
 from tilewise.problem import AttentionProblem
-from tilewise.testing import BackendImplementation, Case, check
+from tilewise.testing import BackendImplementation, Case, check, installed
 
 
 class Toy:
@@ -152,6 +152,46 @@ def test_a_registered_backend_passes_cases_of_the_conformance_suite(toy: Toy) ->
         case = Case(kind=kind, seqlens_q=(9, 3), seqlens_k=(9, 3), head_dim=16, head_dim_v=16, causal=True)
         check(case, BackendImplementation("toy"))
     assert toy.forwards > 0
+
+
+# What a backend need not know, the method that says it does, a call that needs it, and the refusal of one without it.
+ABILITIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tile masks": ("skips_tiles", {"mask": tw.TileMask.prefix(3, 7)}, r"mask\.dense\(\)"),
+    "largest scores": ("finds_largest", {"return_max_logits": True}, "does not know max_logits"),
+    "batches": ("ignores_batch", {"deterministic": "batch"}, "independent of the batch"),
+    "tangents": ("forward_tangent", {}, "no tangents"),
+}
+
+
+class Unknowing:
+    """The reference without one of its methods."""
+
+    name = "unknowing"
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.method:
+            raise AttributeError(name)
+        return getattr(dispatch.load("reference"), name)
+
+
+# Of torch's own rules for forward derivatives.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("ability", ABILITIES)
+def test_a_backend_that_does_not_know_a_feature_is_not_asked(ability: str) -> None:
+    """It would ignore what it does not know: a mask, say."""
+    method, flags, reason = ABILITIES[ability]
+    q, k, v = qkv()
+
+    def attend(q: Tensor, **flags: Any) -> Any:
+        return tw.attention(q, k, v, backend="unknowing", **flags)
+
+    with installed(Unknowing(method)):
+        attend(q)
+        with pytest.raises(tw.Unsupported, match=reason):
+            attend(q, **flags) if flags else torch.func.jvp(attend, (q,), (q,))
 
 
 ENTRY_POINTS = """

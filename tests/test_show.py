@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import tilewise as tw
-from tilewise.cli import build_app, profile
+from making import invoke
+from tilewise.cli import profile
 from tilewise.device import DEVICES
 from tilewise.masks import TileGrid
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(build_app(), list(arguments), env={"COLUMNS": "100", "TERM": "dumb"})
 
 
 def plan(device: str = "h100", dtype: torch.dtype = torch.float16, **sizes: Any) -> tw.Plan:
@@ -82,24 +78,6 @@ def test_explain_draws_into_a_file(tmp_path: Path) -> None:
     assert path.read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--plot", "plan.png"), "error: plot: expected a name that ends in .svg, got plan.png"),
-        (("--plot", "/dev/null/plan.svg"), "error: plot: expected a file that can be written"),
-        (("--plot", "plan.svg", "--seqlen", "0"), "error: plot: expected a problem with work to do"),
-    ],
-)
-def test_pictures_that_cannot_be_drawn(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = invoke("explain", "--device", "h200", *arguments)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(message)
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- profile
 
 TINY = ("--seqlen", "256", "--heads", "2", "--head-dim", "16", "--calls", "2", "--device", "cpu")
@@ -137,24 +115,27 @@ def test_profile_prints_a_table_and_draws_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
-        (("--trace", "run.txt"), "error: trace: expected a name that ends in .json"),
-        (("--trace", "/dev/null/run.json"), "error: trace: expected a file that can be written"),
-        (("--plot", "run.png"), "error: plot: expected a name that ends in .svg"),
-        (("--device", "h100"), "error: device: expected auto, cpu or cuda"),
-        (("--seqlen", "10000000"), "error: seqlen: expected a length whose score matrix fits"),
-        (("--heads", "3", "--kv-heads", "2"), "error: num_heads: expected a multiple"),
+        ("explain --device h200 --plot plan.png", "plot: expected a name that ends in .svg, got plan.png"),
+        ("explain --device h200 --plot /dev/null/plan.svg", "plot: expected a file that can be written"),
+        ("explain --device h200 --plot plan.svg --seqlen 0", "plot: expected a problem with work to do"),
+        ("profile --trace run.txt", "trace: expected a name that ends in .json"),
+        ("profile --trace /dev/null/run.json", "trace: expected a file that can be written"),
+        ("profile --plot run.png", "plot: expected a name that ends in .svg"),
+        ("profile --device h100", "device: expected auto, cpu or cuda"),
+        ("profile --seqlen 10000000", "seqlen: expected a length whose score matrix fits"),
+        ("profile --heads 3 --kv-heads 2", "num_heads: expected a multiple"),
     ],
 )
-def test_profile_refuses_before_it_measures(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_is_refused_before_anything_is_measured_or_written(
+    command: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(profile, "_call", pytest.fail)
-    result = invoke("profile", *arguments)
+    result = invoke(*command.split())
     assert result.exit_code == 2, result.output
-    assert result.stderr.startswith(message)
+    assert result.stderr.startswith(f"error: {message}")
     assert list(tmp_path.iterdir()) == []
 
 

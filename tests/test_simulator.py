@@ -17,20 +17,7 @@ import tilewise as tw
 from tilewise.masks import TileGrid
 from tilewise.plan import cost
 from tilewise.plan.cost import Traffic
-from tilewise.simulator import (
-    Algorithm,
-    Free,
-    Load,
-    Machine,
-    Rescale,
-    Store,
-    Trace,
-    Workload,
-    count,
-    replay,
-    schedule,
-    simulate,
-)
+from tilewise.simulator import Algorithm, Machine, Trace, Workload, count, events, replay, schedule, simulate
 
 EXACT = 1e-12
 
@@ -212,9 +199,6 @@ def test_the_peak_of_fast_memory_is_the_closed_form(work: Workload) -> None:
         schedule("fa2", work, sram_bytes=need - 1)
 
 
-# --- facts: figures that papers and lessons on FlashAttention show
-
-
 # --- the model itself
 
 
@@ -258,16 +242,16 @@ def without(trace: Trace, index: int) -> Trace:
 def test_the_machine_does_only_what_events_tell() -> None:
     work = workload()
     trace, inputs = schedule("fa2", work), random_inputs(work)
-    first_load = next(i for i, event in enumerate(trace.events) if isinstance(event, Load))
+    first_load = next(i for i, event in enumerate(trace.events) if isinstance(event, events.Load))
     with pytest.raises(tw.InvalidProblem, match="events: expected an event that fits what came before"):
         replay(without(trace, first_load), inputs)
-    for forgotten in (Rescale, Store):
+    for forgotten in (events.Rescale, events.Store):
         last = max(i for i, event in enumerate(trace.events) if isinstance(event, forgotten))
         changed = replay(without(trace, last), inputs)
         assert any(not np.allclose(changed[name], found) for name, found in replay(trace, inputs).items())
     machine = Machine(work, trace.arrays, inputs)
     with pytest.raises(tw.InvalidProblem, match="an event that fits what came before"):
-        machine.execute(Free(phase="finish", buffer="q"))
+        machine.execute(events.Free(phase="finish", buffer="q"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"algorithm": "fa2", "workload": {}}'])

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
 import tilewise as tw
-from making import int32, randn
+from making import int32, prefix_of_all, randn
 from tilewise import fp8
-from tilewise.cascade import Group, SharedPrefix
 from tilewise.fp8 import Fp8Tensor
 from tilewise.integrations import flash_attn, flash_attn_interface, sdpa
 from tilewise.kv import PagedKVCache
@@ -72,15 +69,11 @@ def of_cache(k: Tensor = ROWS[:3], v: Tensor = ROWS[:3]) -> None:
     cache.append(k, v)
 
 
-def of_prefix(**given: Tensor) -> Any:
+def of_prefix(**given: Any) -> Any:
     """Two sequences whose first page is the same."""
-    usual: dict[str, Any] = {
-        "block_table": TABLE[:1, :1], "seqlens_k": int32(4), "cu_seqlens_q": int32(0, 2), "rows": None,
-        "own_table": int32([1], [3]), "own_seqlens": int32(3, 2),
-    }  # fmt: skip
-    shared = SharedPrefix((Group(2, 2, 4),), **{**usual, **given})
-    table = int32([0, 1], [0, 3])
-    return tw.attention_paged(ROWS[:2], PAGES, PAGES, table, int32(7, 6), shared_prefix=shared)
+    table, lengths = int32([0, 1], [0, 3]), int32(7, 6)
+    shared = prefix_of_all(table, lengths, 4, 4)._replace(**given)
+    return tw.attention_paged(ROWS[:2], PAGES, PAGES, table, lengths, shared_prefix=shared)
 
 
 def call(function: Callable[..., Any], **usual: Any) -> Callable[..., Any]:
@@ -220,19 +213,12 @@ class Attention(torch.nn.Module):
         return tw.attention(q, q, q)
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Any]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_a_collective_under_way_is_taken_and_a_dtensor_refused(group: Any) -> None:
+def test_a_collective_under_way_is_taken_and_a_dtensor_refused(one_rank: Any) -> None:
     from torch.distributed import _functional_collectives as collectives
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    reduced = collectives.all_reduce(Q, "sum", group)
+    reduced = collectives.all_reduce(Q, "sum", one_rank)
     assert type(reduced) is collectives.AsyncCollectiveTensor
     assert torch.equal(tw.attention(reduced, Q, Q), OUT)
     whole = distribute_tensor(Q, init_device_mesh("cpu", (1,)), [Replicate()])

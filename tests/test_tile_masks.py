@@ -12,29 +12,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
 import tilewise as tw
-from tilewise import TileMask, dispatch, tile_mask, tile_masks
+from making import watched
+from tilewise import TileMask, tile_mask, tile_masks
 from tilewise.masks import TileCounts
-from tilewise.testing.threads import one_thread
-from tilewise.tiles import (
-    EMPTY,
-    FULL,
-    bits_by_keys,
-    bits_by_queries,
-    is_visible,
-    lists_of,
-    packed,
-    sections,
-    unpacked,
-    visible,
-)
+from tilewise.tiles import EMPTY, bits_by_queries, is_visible, lists_of, sections, visible
 
 Sees = Callable[[int, int, Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_threaded() -> Any:
-    with one_thread():
-        yield
 
 
 def dense_of(sees: Sees, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -263,74 +246,27 @@ def test_verifying_a_tree_in_pages() -> None:
     torch.testing.assert_close(out.transpose(0, 1)[None], tw.attention(*dense, mask=mask.dense()))
 
 
-def test_the_lists_of_rows_and_columns() -> None:
-    """What GPU kernels walk: every tile that is not empty, in order, with its kind."""
-    mask = random_mask(500, 300, batch=2, heads=3)
-    batch, heads, rows, cols = mask.tiles.shape
-    parts, found = sections((batch, heads, rows, cols)), lists_of(mask.tiles)
-    cuts = parts.groups, parts.column_groups - parts.groups, parts.words - parts.column_groups
-    lists, groups, column_groups = found.split(cuts)
-    by_head = zip(
-        mask.tiles.flatten(0, 1), lists.view(6, -1), groups.view(6, rows, -1), column_groups.view(6, cols, -1),
-        strict=True,
-    )  # fmt: skip
-    for kinds, listed, grouped, column_grouped in by_head:
-        by_row, by_column = listed[: parts.columns].view(rows, -1), listed[parts.columns :].view(cols, -1)
+def test_lists_name_every_tile_that_is_not_empty() -> None:
+    """What Triton's kernels walk: in order, with its kind, by rows and by columns, each of which has a rank."""
+    mask = random_mask(500, 300, heads=2)
+    parts = sections((1, 2, 4, 3))
+    for kinds, listed in zip(mask.tiles[0], lists_of(mask.tiles)[: parts.groups].view(2, -1), strict=True):
+        by_row, by_column = listed[: parts.columns].view(4, -1), listed[parts.columns :].view(3, -1)
         for lines, entries in ((kinds, by_row), (kinds.T, by_column)):
-            for line, (count, _, *pairs) in zip(lines.tolist(), entries.tolist(), strict=True):
-                assert listed_pairs(pairs, count) == [(at, kind) for at, kind in enumerate(line) if kind != EMPTY]
-            # Rows and columns by the number of their entries.
-            ranked = entries[:, 1].tolist()
-            assert sorted(ranked) == list(range(len(lines)))
-            counts = [entries[line, 0].item() for line in ranked]
-            assert counts == sorted(counts, reverse=True)
-        assert grouped[:, 0].tolist() == by_row[:, 1].tolist()
-        for row, count, masked, _, *pairs in grouped.tolist():
-            entries = listed_pairs(pairs, count)
-            seen = [(at, kind) for at, kind in enumerate(kinds[row].tolist()) if kind != EMPTY]
-            assert sorted(entries) == seen or (entries[0][1] == EMPTY and not seen)
-            # What needs no mask comes last: full, and not at the end of the keys.
-            needed = [kind != FULL or at == cols - 1 for at, kind in entries]
-            assert needed == [True] * masked + [False] * (count - masked)
-        assert column_grouped[:, 0].tolist() == by_column[:, 1].tolist()
-        for column, (_, count, masked, _, *pairs) in enumerate(column_grouped.tolist()):
-            entries = listed_pairs(pairs, count)
-            assert sorted(entries) == [(at, kind) for at, kind in enumerate(kinds.T[column].tolist()) if kind != EMPTY]
-            assert [kind >= 0 for _, kind in entries] == [True] * masked + [False] * (count - masked)
+            assert sorted(entries[:, 1].tolist()) == list(range(len(lines)))
+            for line, (count, _, *words) in zip(lines.tolist(), entries.tolist(), strict=True):
+                found = list(zip(words[: 2 * count : 2], words[1 : 2 * count : 2], strict=True))
+                assert found == [(at, kind) for at, kind in enumerate(line) if kind != EMPTY]
 
 
-def test_the_bits_by_queries_are_those_by_keys() -> None:
-    """A GPU has the bits in another order; each order says the same, and can become the other."""
+def test_bits_in_the_order_of_a_gpu_say_the_same() -> None:
     mask = random_mask(500, 300, batch=2, heads=3)
     turned = bits_by_queries(mask.bits)
-    assert len(turned) == mask.counts.partial > 0
-    assert torch.equal(turned.view_as(mask.bits), packed(unpacked(mask.bits).transpose(1, 2)))
-    assert torch.equal(unpacked(turned), unpacked(mask.bits))
-    assert torch.equal(bits_by_keys(turned), mask.bits)
     assert torch.equal(visible(mask.tiles, turned, 500, 300), mask.dense())
     b, h, i, j = (torch.randint(0, n, (1000,)) for n in mask.shape)
     assert torch.equal(is_visible(mask.tiles, turned, b, h, i, j), mask.dense()[b, h, i, j])
     # A mask has them in the order of its device, whatever it is made of.
-    again = TileMask(mask.tiles, turned, 500, 300)
-    assert torch.equal(again.bits, mask.bits)
-    for bits in (mask.bits[:0], turned[:0]):
-        assert bits_by_keys(bits).shape == (0, 4, 128)
-        assert bits_by_queries(bits).shape == (0, 512)
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 3, 0), (1, 2, 0, 4)])
-def test_lists_without_tiles_rank_every_line(shape: tuple[int, int, int, int]) -> None:
-    """Kernels find their row or column by its rank, also where there are no keys or no queries."""
-    lists, parts = lists_of(torch.zeros(shape, dtype=torch.int32)), sections(shape)
-    lines = max(shape)
-    first = lists[: parts.groups].view(*shape[:2], lines, 2)
-    assert not first[..., 0].any()
-    assert torch.equal(first[..., 1].sort().values, torch.arange(lines).int().expand(first.shape[:3]))
-
-
-def listed_pairs(words: list[int], count: int) -> list[tuple[int, int]]:
-    """The first (tile, kind) of a list."""
-    return list(zip(words[: 2 * count : 2], words[1 : 2 * count : 2], strict=True))
+    assert torch.equal(TileMask(mask.tiles, turned, 500, 300).bits, mask.bits)
 
 
 def test_memory_is_a_fraction_of_the_dense_mask() -> None:
@@ -345,16 +281,9 @@ def test_memory_is_a_fraction_of_the_dense_mask() -> None:
 
 def test_nothing_as_large_as_the_pairs_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 65,536 tokens, 4 billion pairs, the documents' tiles are known without their pairs."""
-    evaluated = 0
-
-    def counted(pairs: Tensor) -> Tensor:
-        nonlocal evaluated
-        evaluated += pairs.numel()
-        return packed(pairs)
-
-    monkeypatch.setattr(tile_masks, "packed", counted)
+    evaluated = watched(monkeypatch, tile_masks, "packed")
     mask = TileMask.documents(torch.arange(65536) // 1000)
-    assert evaluated < 0.01 * 65536**2
+    assert sum(call.args[0].numel() for call in evaluated) < 0.01 * 65536**2
     assert 0.01 < mask.density < 0.04
 
 
@@ -446,32 +375,6 @@ def test_explain_counts_the_tiles() -> None:
     there = tw.explain(half, half, half, mask=mask, causal=True, device="h200")
     assert there.backend == "triton"
     assert [name for name, reason in there.rejected if "tile mask" in reason] == ["hopper"]
-
-
-def test_a_backend_that_does_not_know_tile_masks_is_not_asked() -> None:
-    """It would ignore the mask. The call is refused with the remedy."""
-
-    class Unknowing:
-        name = "unknowing"
-
-        def unavailable(self) -> None: ...
-
-        def supports(self, problem: Any, device: Any) -> None: ...
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "skips_tiles":
-                raise AttributeError(name)
-            return getattr(dispatch.load("reference"), name)
-
-    q, mask = torch.randn(1, 1, 5, 8), random_mask(5, 5)
-    backend: Any = Unknowing()
-    tw.register_backend(backend)
-    try:
-        tw.attention(q, q, q, mask=mask.dense(), backend="unknowing")
-        with pytest.raises(tw.Unsupported, match=r"mask\.dense\(\)"):
-            tw.attention(q, q, q, mask=mask, backend="unknowing")
-    finally:
-        tw.unregister_backend("unknowing")
 
 
 CAUSAL: Any = "causal"

@@ -33,15 +33,8 @@ def inputs(seqlen_q: int, seqlen_k: int, head_dim: int = 8, head_dim_v: int = 8)
 def specified(
     q: Tensor, k: Tensor, v: Tensor, left: int | None, right: int | None, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    out, lse = tw.attention(
-        q[None, None],
-        k[None, None],
-        v[None, None],
-        window=(left, right),
-        scale=scale,
-        backend="reference",
-        return_lse=True,
-    )
+    given = (t[None, None] for t in (q, k, v))
+    out, lse = tw.attention(*given, window=(left, right), scale=scale, backend="reference", return_lse=True)
     return out[0, 0], lse[0, 0]
 
 

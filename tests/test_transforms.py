@@ -1,15 +1,12 @@
-"""Derivatives that torch takes of a call in other ways than one backward pass: many at once, and forward ones."""
+"""What torch does to a call besides one backward pass: forward derivatives of calls that were made before, tracing."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from making import int32
@@ -21,92 +18,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*get_attr Node.*:UserWarning"),
 ]
 
-Recorded = tuple[Sequence[Tensor], Sequence[Tensor]]
-
 
 def randn(*shape: int, seed: int = 0, grad: bool = True) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).requires_grad_(grad)
-
-
-def leaves(*, num_kv_heads: int = 2, head_dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
-    q = randn(2, 4, 5, head_dim)
-    k, v = (randn(2, num_kv_heads, 7, head_dim, seed=seed) for seed in (1, 2))
-    return q, k, v
-
-
-def dense(**flags: object) -> Recorded:
-    qkv = leaves()
-    return [tw.attention(*qkv, **flags)], qkv  # type: ignore[call-overload]
-
-
-def with_lse(*, both: bool, **flags: object) -> Recorded:
-    qkv = leaves()
-    extra = [flag for flag in flags.values() if isinstance(flag, Tensor)]
-    results = tw.attention(*qkv, return_lse=True, **flags)  # type: ignore[call-overload]
-    # Values have no part in lse.
-    return (results, [*qkv, *extra]) if both else (results[1:], qkv[:2])
-
-
-def unaligned() -> Recorded:
-    """Columns that no kernel takes as they lie."""
-    qkv = leaves(head_dim=17)
-    return [tw.attention(*(t[..., 1:] for t in qkv))], qkv
-
-
-def packed() -> Recorded:
-    q, k, v = randn(9, 4, 16), randn(11, 2, 16, seed=1), randn(11, 2, 16, seed=2)
-    cu_seqlens_q, cu_seqlens_k = int32(0, 4, 4, 9), int32(0, 5, 6, 11)
-    return tw.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=True, return_lse=True), (q, k, v)
-
-
-def paged() -> Recorded:
-    q, pages = randn(2, 4, 16), randn(4, 8, 2, 16, grad=False)
-    return [tw.attention_paged(q, pages, pages, int32(0, 1, 2, 3).view(2, 2), int32(9, 12))], (q,)
-
-
-def checkpointed() -> Recorded:
-    qkv = leaves()
-    return [checkpoint(tw.attention, *qkv, use_reentrant=False)], qkv
-
-
-def merged() -> Recorded:
-    q, k, v = leaves()
-    first, second = (tw.attention(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(3), slice(3, 7)))
-    return tw.merge(*first, *second), (q, k, v)
-
-
-RECORDED: dict[str, Callable[[], Recorded]] = {
-    "dense": dense,
-    "causal, softcap": lambda: dense(causal=True, softcap=3.0),
-    "dropout": lambda: dense(dropout=0.3, seed=3),
-    "reference": lambda: dense(backend="reference"),
-    "window": lambda: dense(window=(3, 1)),
-    "lse alone": lambda: with_lse(both=False),
-    "bias, sinks, lse": lambda: with_lse(both=True, bias=randn(4, 5, 7, seed=3), sinks=randn(4, seed=4)),
-    "unaligned": unaligned,
-    "packed": packed,
-    "paged": paged,
-    "checkpoint": checkpointed,
-    "merge": merged,
-}
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_gradients_of_many_results_at_once_are_those_of_a_loop(name: str) -> None:
-    results, inputs = RECORDED[name]()
-    cotangents = [randn(3, *result.shape, seed=5 + i, grad=False) for i, result in enumerate(results)]
-
-    def gradients(*given: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(results, inputs, given, retain_graph=True)
-
-    loop = [torch.stack(each) for each in zip(*map(gradients, *cotangents), strict=True)]
-    batched = torch.autograd.grad(results, inputs, cotangents, retain_graph=True, is_grads_batched=True)
-    for mine in (batched, torch.vmap(gradients)(*cotangents)):
-        for one, other in zip(mine, loop, strict=True):
-            assert torch.equal(one, other)
-    # And one backward pass afterwards is what it was before.
-    assert all(map(torch.equal, gradients(*(c[0] for c in cotangents)), (each[0] for each in loop)))
 
 
 def test_vectorised_jacobian_is_the_plain_one() -> None:
@@ -175,13 +90,10 @@ def test_a_dual_level_alone_changes_nothing() -> None:
         assert torch.equal(own(q), own(q.clone()))
 
 
-def test_ranks_refuse_derivatives_along_a_direction(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with pytest.raises(tw.Unsupported, match="forward-mode derivatives"):
-            dual(lambda q: context_parallel_attention(q, q, q), randn(1, 2, 4, 4, grad=False))
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_refuse_derivatives_along_a_direction() -> None:
+    with pytest.raises(tw.Unsupported, match="forward-mode derivatives"):
+        dual(lambda q: context_parallel_attention(q, q, q), randn(1, 2, 4, 4, grad=False))
 
 
 TRACED = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

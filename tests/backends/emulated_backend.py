@@ -17,6 +17,9 @@ from torch import Tensor
 from gluon_emulator import MODULES, PACKAGE, SHARED
 from tilewise import device
 
+# A module of the backend, by its name.
+Emulated = Callable[[str], Any]
+
 
 def poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """What results and workspaces are made with: full of NaN, also where bytes are read as numbers."""
@@ -25,7 +28,7 @@ def poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtyp
 
 
 @pytest.fixture(scope="module")
-def emulated() -> Iterator[Callable[[str], Any]]:
+def emulated() -> Iterator[Emulated]:
     """Import modules of the backend over the stand-in; afterwards everything is as it was."""
     for package in (PACKAGE, SHARED):  # what is imported first under the stand-in would keep its names
         importlib.import_module(package)

@@ -16,23 +16,6 @@ from torch import Tensor
 
 from tilewise.problem import AttentionProblem
 
-__all__ = [
-    "KINDS",
-    "Inputs",
-    "Shape",
-    "check",
-    "half_overflow",
-    "large_key",
-    "large_scores",
-    "lost_key",
-    "lost_query",
-    "lost_value",
-    "made",
-    "overflow",
-    "small_scores",
-    "unmet_rows",
-]
-
 # Of the largest element of a row: roundings to bf16, which the two ways share, and the last bit of dQ.
 AGREEMENT = 2.0**-7
 TINY = 2.0**-126

@@ -6,7 +6,9 @@ does here as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,31 @@ import torch
 from torch import Tensor
 
 from fake_cuda import STREAMS, FakeCuda
+from tilewise import device as devices
 
-__all__ = ["FakeGpus", "Placed", "placed"]
+CACHES = {
+    "gpu.compilation": ("_compiled",),
+    "gpu.launching": ("_order",),
+    "triton.launch": ("_kept_forward", "_kept_backward"),
+    "triton.prefix": ("prefix_pass",),
+    "gpu.counters": ("counters_of",),
+    "hopper.launch": ("forward_pass", "backward_pass", "decode_pass"),
+}
+
+
+@contextlib.contextmanager
+def nothing_prepared() -> Iterator[None]:
+    """Within the block, and nothing of it afterwards; every device is an H200."""
+
+    def forget() -> None:
+        for module, names in CACHES.items():
+            for name in names:
+                getattr(importlib.import_module(f"tilewise.backends.{module}"), name).cache_clear()
+
+    forget()
+    with devices.overridden(devices.named("h200")):
+        yield
+    forget()
 
 
 class Placed(Tensor):

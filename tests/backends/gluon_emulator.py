@@ -7,6 +7,7 @@ mode, late.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -299,11 +300,13 @@ def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor
     def run(pointer: Pointer, operand: Any, sem: str = "acq_rel") -> Tensor:
         if vars(HERE).pop("fenced", False) and sem == "relaxed":
             sem = "release"  # a fence of all threads, and their barrier, came before it
+        places, old = torch.as_tensor(pointer.offset), []
         with HERE.grid.atomics:
-            HERE.grid.written.atomic(HERE.clock, pointer.tensor, int(pointer.offset), sem)
-            old = pointer.flat[int(pointer.offset)].clone()
-            pointer.flat[int(pointer.offset)] = change(old, operand)
-        return old
+            for place, x in zip(places.flatten().tolist(), torch.as_tensor(operand).flatten(), strict=True):
+                HERE.grid.written.atomic(HERE.clock, pointer.tensor, place, sem)
+                old.append(pointer.flat[place].clone())
+                pointer.flat[place] = change(old[-1], x)
+        return torch.stack(old).reshape(places.shape)
 
     return run
 
@@ -473,7 +476,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
     f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Filled": tuple, "queued": len},
     f"{SHARED}.releases": {
-        "aggregate": lambda cls: cls,
+        "aggregate": dataclasses.dataclass,
         "async_load": load_box,
         "async_store": store_box,
         "barrier": lambda: HERE.clock.meet(),

@@ -190,7 +190,10 @@ def other_programs() -> Iterator[tuple[str, Work]]:
             yield f"write_rows {name}", functools.partial(written, dtype, dim, dim_v)
             for codes in (torch.float8_e4m3fn, torch.int8):
                 yield f"append {codes} {name}", functools.partial(appended, codes, dtype, dim, dim_v)
-            yield f"append {name} latents", functools.partial(appended_latents, dtype, dim, dim_v)
+            yield (
+                f"append {name} latents",
+                functools.partial(appended, torch.float8_e4m3fn, dtype, dim, dim_v, latent=True),
+            )
             yield f"merge_rows {name}", functools.partial(merged, dtype, dim)
             yield f"prefixes {name}", functools.partial(prefixed, dtype, dim, dim_v)
             yield f"derivatives {name}", functools.partial(differentiated, dtype, dim, dim_v)
@@ -209,32 +212,29 @@ def written(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor]
 
 
 def appended(
-    codes: torch.dtype, dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor], Tensor]
+    codes: torch.dtype,
+    dtype: torch.dtype,
+    dim: int,
+    dim_v: int,
+    guarded: Callable[[Tensor], Tensor],
+    latent: bool = False,
 ) -> Results:
-    cache = PagedKVCache(5, 7, 1, 3, dim, head_dim_v=dim_v, dtype=codes, device="cpu")
+    width = dim + dim_v if latent else dim
+    cache = PagedKVCache(5, 7, 1, 3, width, head_dim_v=dim_v, latent=latent, dtype=codes, device="cpu")
     cache.k, cache.v = (guarded(x.view(torch.uint8).zero_().view(x.dtype)) for x in (cache.k, cache.v))
-    assert cache._scales is not None
-    k_scale, v_scale = map(guarded, cache._scales)
-    cache._scales = k_scale, v_scale
+    if latent:
+        cache.v = cache.k[..., :dim_v]
+    else:
+        assert cache._scales is not None
+        k_scale, v_scale = map(guarded, cache._scales)
+        cache._scales = k_scale, v_scale
     request = cache.add(list(range(33)))
     for rows in (20, 13):
         cache.step([request], [rows])
         cache.append(*(guarded(normal(rows, 3, d, dtype=dtype)) for d in (dim, dim_v)))
-    query = guarded(normal(13, 6, dim, dtype=dtype))
-    return {"k": cache.k.view(torch.uint8), "v": cache.v.view(torch.uint8), "out": cache.attention(query)}
-
-
-def appended_latents(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[Tensor], Tensor]) -> Results:
-    options: dict[str, Any] = {"head_dim_v": dim_v, "latent": True, "dtype": torch.float8_e4m3fn, "device": "cpu"}
-    cache = PagedKVCache(5, 7, 1, 3, dim + dim_v, **options)
-    cache.k = guarded(cache.k.view(torch.uint8).zero_().view(cache.k.dtype))
-    cache.v = cache.k[..., :dim_v]
-    request = cache.add(list(range(33)))
-    for rows in (20, 13):
-        cache.step([request], [rows])
-        cache.append(*(guarded(normal(rows, 3, d, dtype=dtype)) for d in (dim, dim_v)))
-    query = guarded(normal(13, 6, dim + dim_v, dtype=dtype))
-    return {"k": cache.k.view(torch.uint8), "out": cache.attention(query)}
+    query = guarded(normal(13, 6, width, dtype=dtype))
+    pages = {"k": cache.k.view(torch.uint8)} | ({} if latent else {"v": cache.v.view(torch.uint8)})
+    return {**pages, "out": cache.attention(query)}
 
 
 def merged(dtype: torch.dtype, dim: int, guarded: Callable[[Tensor], Tensor]) -> Results:

@@ -15,20 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import device
-from tilewise.backends.hopper import (
-    BACKEND,
-    configs,
-    decode_configs,
-    decodes,
-    fp8_configs,
-    reads_few_latents,
-    reads_latents,
-)
+from tilewise.backends.hopper import BACKEND, configs, decode_configs, decodes, fp8_configs, reads_latents
 from tilewise.problem import AttentionProblem
 
-__all__ = ["FAMILIES", "cover"]
-
-Choices = dict[str, str]
+Choices = dict[str, Any]
+# A tile, and another choice with its value.
+Pair = tuple[str, str, Any]
 Options = list[dict[str, Any]]
 HOPPER = device.named("h200")
 
@@ -110,8 +102,7 @@ def _problems(family: Family) -> Iterator[AttentionProblem]:
         problem = family.problem(**{name: value for option in combination for name, value in option.items()})
         if problem.tiles_shape and problem.deterministic:  # Triton's kernels compute these gradients
             continue
-        latents = reads_latents(problem) or reads_few_latents(problem)
-        kernel = "latent" if latents else "decode" if decodes(problem) else "others"
+        kernel = "latent" if reads_latents(problem) else "decode" if decodes(problem) else "others"
         wanted = next((name for name in ("latent", "decode") if family is FAMILIES[name]), "others")
         if BACKEND.supports(problem, HOPPER) is None and kernel == wanted:
             yield problem
@@ -125,7 +116,7 @@ def cover(name: str) -> list[AttentionProblem]:
     family = FAMILIES[name]
     # Of problems that choose alike, one.
     alike = {frozenset(_pairs(family.choices(problem))): problem for problem in _problems(family)}
-    missing = frozenset[frozenset[tuple[str, str]]]().union(*alike)
+    missing = frozenset[Pair]().union(*alike)
     chosen = []
     while missing:
         most = max(alike, key=lambda pairs: len(pairs & missing))
@@ -134,84 +125,49 @@ def cover(name: str) -> list[AttentionProblem]:
     return chosen
 
 
-def _pairs(chosen: Choices) -> list[frozenset[tuple[str, str]]]:
-    tile = ("tile", chosen["tile"])
-    return [frozenset((other,) if other[0] == "sinks" else (tile, other)) for other in chosen.items()]
+def _pairs(chosen: Choices) -> list[Pair]:
+    tile = chosen["tile"]
+    return [("" if name == "HAS_SINKS" else tile, name, value) for name, value in chosen.items()]
+
+
+def _choices(config: Any, problem: AttentionProblem, tile: str) -> Choices:
+    """The tile, and whatever else a kernel is compiled for."""
+    return {**vars(config), "tile": tile, "dtype": problem.dtype, "rows": problem.kind}
+
+
+def _name_of(row: Any, module: Any) -> str:
+    return str(next(name for name, other in vars(module).items() if other is row))
 
 
 def forward_choices(problem: AttentionProblem) -> Choices:
     """Of a forward in 16 bits."""
-    config, tile = configs.forward_config(problem), configs._forward_tile(problem)
-    return {
-        "tile": next(name for name, row in vars(configs).items() if row is tile),
-        "dims": f"{config.D}+{config.D_REST}, {config.DV}+{config.DV_REST}",
-        "rows": f"pages, {config.CHUNK} at a time" if config.IS_PAGED else problem.kind,
-        **_common(problem),
-    }
+    return _choices(configs.forward_config(problem), problem, _name_of(configs._forward_tile(problem), configs))
 
 
 def backward_choices(problem: AttentionProblem) -> Choices:
     """Of a backward."""
     config = configs.backward_config(problem)
-    beside, rebuilt = ("AHEAD", "STATS_AHEAD"), ("REBUILD_KV", "REBUILD_DQ")
-    return {
-        "tile": f"{config.BLOCK_M} queries, {config.D}+{config.D_REST}, {config.DV}+{config.DV_REST}",
-        "beside": " ".join(name for name in beside if getattr(config, name)) or "nothing",
-        "descriptors": " ".join(name for name in rebuilt if getattr(config, name)) or "kept",
-        "last waves": f"{config.ENDING} as one",
-        "order": "fixed" if config.FIXED_POINT else "any",
-        "key tiles": "whole" if config.EVEN_K else "cut",
-        "rows": problem.kind,
-        **_common(problem),
-    }
+    tile = f"{config.BLOCK_M} queries, {config.D}+{config.D_REST}, {config.DV}+{config.DV_REST}"
+    return _choices(config, problem, tile)
 
 
 def decode_choices(problem: AttentionProblem) -> Choices:
     """Of decoding."""
     config = decode_configs.decode_config(problem, packed_queries=problem.seqlen_q > 1)
-    return {
-        "tile": f"{config.LANES} x {config.BLOCK_N} keys of {problem.codes if config.IS_FP8 else '16 bits'}",
-        "queries": f"{config.ROWS}",
-        "dims": f"{config.D}, {config.DV}",
-        "sequences": f"{config.FEW or 'any'}",
-        "rows": f"pages, {config.CHUNK} at a time" if config.IS_PAGED else problem.kind,
-        **_common(problem),
-    }
+    tile = f"{config.LANES} x {config.BLOCK_N} keys of {problem.codes if config.IS_FP8 else '16 bits'}"
+    return _choices(config, problem, tile)
 
 
 def latent_choices(problem: AttentionProblem) -> Choices:
     """Of reading latents."""
     config = decode_configs.latent_config(problem, packed_queries=problem.seqlen_q > 1)
-    return {
-        "tile": f"{config.BLOCK_N} keys of {'e4m3' if problem.fp8 else '16 bits'}",
-        "heads": f"{config.GROUP_SIZE}",
-        "queries": "packed" if config.PACKED_Q else "one",
-        "sequences": f"{config.FEW or 'any'}",
-        "rows": f"pages, {config.CHUNK} at a time" if config.IS_PAGED else problem.kind,
-        **_common(problem),
-    }
+    return _choices(config, problem, f"{config.BLOCK_N} keys of {'e4m3' if problem.fp8 else '16 bits'}")
 
 
 def fp8_choices(problem: AttentionProblem) -> Choices:
     """Of a forward in e4m3."""
-    config, tile = fp8_configs.fp8_config(problem), fp8_configs._tile(problem, fp8_configs.fp8_config(problem).D)
-    return {
-        "tile": next(name for name, row in vars(fp8_configs).items() if row is tile),
-        "values": "scales of blocks" if config.HAS_V_BLOCKS else "one scale",
-        "rows": problem.kind,
-        **_common(problem),
-    }
-
-
-def _common(problem: AttentionProblem) -> Choices:
-    right, left = configs.has_right(problem), configs.has_left(problem)
-    causal = right and problem.band[1] == 0 and not left
-    return {
-        "dtype": "fp16" if problem.dtype == torch.float16 else "bf16",
-        "mask": "tiles" if problem.tiles_shape else "causal" if causal else "band" if right or left else "none",
-        "scores": "plain" if problem.softcap is None else "softcap",
-        "sinks": "some" if problem.has_sinks else "none",
-    }
+    config = fp8_configs.fp8_config(problem)
+    return _choices(config, problem, _name_of(fp8_configs._tile(problem, config.D), fp8_configs))
 
 
 def _rows_of(module: Any, kind: type) -> set[str]:

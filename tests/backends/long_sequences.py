@@ -23,8 +23,6 @@ from tilewise.testing.plain import plain_attention
 from tilewise.testing.results import Results, differentiate
 from tilewise.testing.tolerances import judge, slack_of
 
-__all__ = ["CASES", "Long", "faults_of", "make_long_inputs", "misplaced", "plan_of", "run_long"]
-
 # How much the score of a query's own key is above the others: it weighs about as much as 8192 of them, so that one key
 # less is an error of the size of V.
 OWN_SCORE = 10.0

@@ -14,38 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilewise import ops
+from tilewise import ops, testing
 from tilewise.errors import Unsupported
 from tilewise.numerics import dropout_keep
 from tilewise.operands import Flags, Operands
 from tilewise.problem import Kind, Layout
-from tilewise.testing import (
-    BackendImplementation,
-    Case,
-    check,
-    check_higher,
-    check_higher_repeatable,
-    check_largest,
-    check_repeatable,
-    check_unread,
-    check_untouched,
-    check_written,
-    find_faults,
-    make_inputs,
-    run,
-)
+from tilewise.testing import BackendImplementation, Case, check, find_faults, make_inputs, run, special
 from tilewise.testing.generation import pair_cases, single_cases, size_cases
 from tilewise.testing.higher import higher_cases
 from tilewise.testing.results import dropout_seed
-from tilewise.testing.special import (
-    fp8_cases,
-    largest_cases,
-    latent_cases,
-    padded_cases,
-    repeatable_cases,
-    special_cases,
-    written_cases,
-)
 
 pytestmark = [
     pytest.mark.usefixtures("reference_is_single_threaded"),
@@ -118,56 +95,47 @@ def random_cases(draw: st.DrawFn) -> Case:
     )
 
 
-@over(single_cases)
-def test_single_features(case: Case, backend: str, device: str) -> None:
-    check(*runnable(case, backend, device))
+def judged(cases: Callable[[], list[Case]], judge: Callable[..., object] = check) -> Callable[..., None]:
+    """A test of every case and backend."""
+
+    @over(cases)
+    def test(case: Case, backend: str, device: str) -> None:
+        judge(*runnable(case, backend, device))
+
+    return test
 
 
-@over(special_cases)
-def test_special_cases(case: Case, backend: str, device: str) -> None:
-    check(*runnable(case, backend, device))
+def judged_higher(cases: Callable[[], list[Case]], judge: Callable[..., object]) -> Callable[..., None]:
+    """A test of the tangents and second derivatives of every case and backend."""
+
+    @over(cases)
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+    def test(case: Case, backend: str, device: str) -> None:
+        implementation = BackendImplementation(backend, device)
+        reason = implementation.supports(case, higher=True)
+        if reason is not None:
+            pytest.skip(reason)
+        judge(case, implementation)
+
+    return test
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@over(lambda: [*single_cases(), *higher_cases()])
-def test_tangents_and_second_derivatives(case: Case, backend: str, device: str) -> None:
-    implementation = BackendImplementation(backend, device)
-    reason = implementation.supports(case, higher=True)
-    if reason is not None:
-        pytest.skip(reason)
-    check_higher(case, implementation)
+def trained_cases() -> list[Case]:
+    return [case for case in special.repeatable_cases() if case.wants_grad]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@over(lambda: [case for case in repeatable_cases() if case.wants_grad])
-def test_tangents_and_second_derivatives_repeat_their_bits(case: Case, backend: str, device: str) -> None:
-    implementation = BackendImplementation(backend, device)
-    reason = implementation.supports(case, higher=True)
-    if reason is not None:
-        pytest.skip(reason)
-    check_higher_repeatable(case, implementation)
-
-
-@over(fp8_cases)
-def test_fp8(case: Case, backend: str, device: str) -> None:
-    check(*runnable(case, backend, device))
-
-
-@over(latent_cases)
-def test_latents(case: Case, backend: str, device: str) -> None:
-    check(*runnable(case, backend, device))
-
-
-@pytest.mark.slow
-@over(pair_cases)
-def test_pairs_of_features(case: Case, backend: str, device: str) -> None:
-    check(*runnable(case, backend, device))
-
-
-@pytest.mark.slow
-@over(size_cases)
-def test_sizes(case: Case, backend: str, device: str) -> None:
-    check(*runnable(case, backend, device))
+test_single_features = judged(single_cases)
+test_special_cases = judged(special.special_cases)
+test_fp8 = judged(special.fp8_cases)
+test_latents = judged(special.latent_cases)
+test_pairs_of_features = pytest.mark.slow(judged(pair_cases))
+test_sizes = pytest.mark.slow(judged(size_cases))
+test_nothing_outside_the_lengths_is_read = judged(special.padded_cases, testing.check_unread)
+test_runs_repeat_bit_for_bit = judged(special.repeatable_cases, testing.check_repeatable)
+test_inputs_are_left_alone = judged(special.padded_cases, testing.check_untouched)
+test_results_are_written_into_memory_of_the_caller = judged(special.written_cases, testing.check_written)
+test_tangents_and_second_derivatives = judged_higher(lambda: [*single_cases(), *higher_cases()], testing.check_higher)
+test_tangents_and_second_derivatives_repeat_their_bits = judged_higher(trained_cases, testing.check_higher_repeatable)
 
 
 @pytest.mark.slow
@@ -515,32 +483,12 @@ def test_results_are_contiguous_in_the_callers_layout(layout: Layout, backend: s
     assert [name for name in case.results if not results[name].is_contiguous()] == []
 
 
-@over(padded_cases)
-def test_nothing_outside_the_lengths_is_read(case: Case, backend: str, device: str) -> None:
-    check_unread(*runnable(case, backend, device))
-
-
-@over(repeatable_cases)
-def test_runs_repeat_bit_for_bit(case: Case, backend: str, device: str) -> None:
-    check_repeatable(*runnable(case, backend, device))
-
-
-@over(padded_cases)
-def test_inputs_are_left_alone(case: Case, backend: str, device: str) -> None:
-    check_untouched(*runnable(case, backend, device))
-
-
-@over(written_cases)
-def test_results_are_written_into_memory_of_the_caller(case: Case, backend: str, device: str) -> None:
-    check_written(*runnable(case, backend, device))
-
-
-@over(largest_cases)
+@over(special.largest_cases)
 def test_the_largest_score_of_each_head(case: Case, backend: str, device: str) -> None:
     """Hopper's kernels for decoding and e4m3 operands refuse this; the others are in tests/gpu by name."""
     case, implementation = runnable(case, backend, device)
     try:
-        check_largest(case, implementation)
+        testing.check_largest(case, implementation)
     except Unsupported as refusal:
         pytest.skip(str(refusal))
 

@@ -15,6 +15,8 @@ from llvmlite import binding, ir
 import tilewise as tw
 from tilewise.backends.cpu import isa
 from tilewise.backends.cpu.compiler import Part, build_module, driver, optimise, part_of
+from tilewise.backends.cpu.decode import stream_values
+from tilewise.backends.cpu.decode_matrix import tile_scores
 from tilewise.backends.cpu.emit import BF16, E4M3, E4M3_UNIT, FP16, Emitter, Value
 from tilewise.backends.cpu.features import drop
 from tilewise.backends.cpu.forward_matrix import (
@@ -30,7 +32,6 @@ from tilewise.backends.cpu.isa import Isa
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import transpose_panel
 
-LANES = isa.host().lanes
 AMX_FEATURES = ("avx512f", "avx512dq", "avx512vl", "avx512bw", "avx512bf16", "amx-tile", "amx-bf16")
 
 
@@ -113,6 +114,7 @@ def test_every_e4m3_code_is_the_number_that_torch_makes_of_it(table: Isa, count:
         ("x86_64", {"avx512f": True, "avx512dq": True, "avx512vl": True}, isa.AVX512),
         ("x86_64", dict.fromkeys(AMX_FEATURES, True), isa.AVX512_AMX),
         ("x86_64", dict.fromkeys(AMX_FEATURES, True) | {"amx-bf16": False}, isa.AVX512),
+        ("x86_64", dict.fromkeys(AMX_FEATURES, True) | {"avx512bf16": False}, isa.AVX512),
         ("x86_64", {"avx512f": True, "avx2": True, "fma": True, "f16c": True}, isa.AVX2),
         ("x86_64", {"sse4.2": True}, isa.GENERIC),
         ("riscv64", {}, isa.GENERIC),
@@ -157,6 +159,17 @@ def test_inner_loops_multiply_and_do_not_spill(name: str, target: tuple[Isa, str
     assert not re.search(stack, block), "accumulators left the registers"
     if table.by_lane:
         assert re.search(r"fmla\s+v\d+\.4s, v\d+\.4s, v\d+\.s\[\d\]", block), "no multiply by element"
+
+
+X86 = "x86_64-unknown-linux-gnu"
+
+
+def test_bf16_is_decoded_with_the_instructions_for_it() -> None:
+    values = innermost(assembly(stream_values, isa.AVX512, X86, "skylake-avx512"), r"vpand")
+    assert (len(re.findall("vfmadd", values)), len(re.findall("vpand", values))) == (8, 4)
+    assert not re.search(r"vpmovzx|\(%rsp\)", values)
+    # Tiles of 32 keys, of 16, and of the rest.
+    assert len(re.findall("tdpbf16ps", assembly(tile_scores, isa.AVX512_AMX, X86, "sapphirerapids"))) == 4
 
 
 @pytest.mark.parametrize("target", [NEON_TARGET, AVX2_TARGET], ids=lambda t: t[0].name)

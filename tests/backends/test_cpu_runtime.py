@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import tilewise as tw
+from making import check_merging
 from tilewise.backends.cpu import BACKEND, threads
-from tilewise.numerics import merge_partials
 from tilewise.testing.threads import one_thread
 
 pytestmark = pytest.mark.slow
@@ -134,50 +134,21 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
 @pytest.mark.parametrize("some", [False, True], ids=["first rows", "named rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_partial_rows_are_merged_in_place(dtype: torch.dtype, some: bool) -> None:
-    make = torch.Generator().manual_seed(0)
-    out, part = (torch.randn(rows, 4, 41, generator=make).to(dtype) for rows in (30, 23))
-    lse, part_lse = (10.0 * torch.randn(4, rows, generator=make) for rows in (30, 23))
-    rows = torch.randperm(30, generator=make)[:23] if some else torch.arange(23)
-    # One side without keys and with rubbish in it, the other, both; of so little weight that it is 0; and NaN.
-    lse[1, rows[0]], out[rows[0], 1] = -torch.inf, torch.nan
-    part_lse[2, 1], part[1, 2] = -torch.inf, torch.nan
-    lse[0, rows[2]], part_lse[0, 2], out[rows[2], 0], part[2, 0] = -torch.inf, -torch.inf, torch.nan, torch.nan
-    lse[2, rows[5]], out[rows[5], 2], part_lse[2, 5] = -200.0, torch.nan, 0.0
-    lse[1, rows[6]], part_lse[1, 6], part[6, 1] = 0.0, -200.0, torch.nan
-    part_lse[3, 4], part[4, 3] = torch.nan, torch.nan
-    want, want_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
-    rest = [row for row in range(30) if row not in rows]
-    before = out[rest].clone(), lse[:, rest].clone()
-    BACKEND.merge_rows(out, lse, part, part_lse, rows if some else None)
-    torch.testing.assert_close(out[rows], want, equal_nan=True)
-    torch.testing.assert_close(lse[:, rows], want_lse.mT, equal_nan=True)
-    assert torch.equal(out[rest], before[0])
-    assert torch.equal(lse[:, rest], before[1])
+    check_merging(BACKEND.merge_rows, dtype, some)
 
 
-def test_lse_of_nan_is_nan() -> None:
-    """And not -inf: who merges the result would take it for one without keys."""
-    q, k, v = torch.randn(3, 1, 2, 50, 64, generator=torch.Generator().manual_seed(0))
-    k[0, 0, 7, 3] = torch.nan
-    out, lse = tw.attention(q, k, v, backend="cpu", return_lse=True)
-    assert out[0, 0].isnan().all()
-    assert lse[0, 0].isnan().all()
-    assert not out[0, 1].isnan().any()
-    assert not lse[0, 1].isnan().any()
-
-
-def test_gradients_of_a_nan_row_are_nan() -> None:
-    """Its lse is NaN, which is not -inf: dV of the other keys would be that of rows without keys."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = torch.randn(4, 1, 2, 50, 64, generator=generator)
+def test_nan_in_a_key_is_nan_in_lse_and_gradients_of_its_head() -> None:
+    """And lse is not -inf: who merges the result would take it for one without keys, and so would dV of other keys."""
+    q, k, v, dout = torch.randn(4, 1, 2, 50, 64, generator=torch.Generator().manual_seed(0))
     k[0, 1, 9] = torch.nan
     leaves = [x.requires_grad_() for x in (q, k, v)]
     found = []
     for backend in ("cpu", "reference"):
-        out = tw.attention(q, k, v, backend=backend)
-        found.append([x.isnan() for x in torch.autograd.grad(out, leaves, dout)])
-    for ours, wanted in zip(*found, strict=True):
-        assert torch.equal(ours, wanted)
+        out, lse = tw.attention(q, k, v, backend=backend, return_lse=True)
+        found.append([x.isnan() for x in (out, lse, *torch.autograd.grad(out, leaves, dout))])
+    assert found[0][1][0, 1].all()
+    assert not found[0][1][0, 0].any()
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 5, 40])

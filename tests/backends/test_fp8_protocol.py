@@ -6,13 +6,13 @@ Products are exact there, so what is left is the rounding of P, which docs/contr
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from emulated_backend import Emulated
 from gluon_emulator import MODE, PACKAGE
 from test_hopper_protocol import PACKED, Case, reference
 from tilewise import fp8
@@ -56,7 +56,7 @@ def quantised(case: Case, qk: Any, v: Any) -> tuple[AttentionProblem, Operands]:
 
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", CASES)
-def test_forward(name: str, late: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward(name: str, late: bool, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     MODE.late_loads = late
     problem, operands = quantised(*CASES[name])
     launch = importlib.import_module(f"{PACKAGE}.launch")

@@ -1,6 +1,7 @@
 """Grids have room for many sequences and heads: 2^31 - 1 programs along their first side, 65535 along the others.
 
-Whatever the Hopper backend takes, it can describe: no call is outside of what the driver and TMA allow.
+Whatever the Hopper backend takes, it can describe: no call is outside of what the driver and TMA allow. What a forecast
+says of Triton's kernels is what runs.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import torch
 
 from tilewise import device
 from tilewise.backends.hopper import BACKEND
+from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.problem import AttentionProblem
+from tilewise.validation import tensors
 
 pytest.importorskip("triton", minversion="3.6")
 quantising = pytest.importorskip("tilewise.backends.triton.quantising")
 launch = pytest.importorskip("tilewise.backends.hopper.launch")
+triton_launch = pytest.importorskip("tilewise.backends.triton.launch")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 symbols = pytest.importorskip("tilewise.backends.gpu.symbols")
 
@@ -30,18 +34,11 @@ PLAIN = AttentionProblem(
     kind="dense", dtype=torch.bfloat16, batch=MANY, seqlen_q=80, seqlen_k=100, total_q=80 * MANY, total_k=100 * MANY,
     num_heads=2, num_kv_heads=2, head_dim=64, head_dim_v=64, scale=1.0, needs_grad=True,
 )  # fmt: skip
+MANY_HEADS: dict[str, Any] = {"batch": 2, "num_heads": MANY, "num_kv_heads": MANY, "total_q": 160, "total_k": 200}
 PROBLEMS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "many heads": {"batch": 2, "num_heads": MANY, "num_kv_heads": MANY, "total_q": 160, "total_k": 200},
-    "fp8, many heads": {
-        "batch": 2,
-        "num_heads": MANY,
-        "num_kv_heads": MANY,
-        "total_q": 160,
-        "total_k": 200,
-        "needs_grad": False,
-        "fp8": ("q", "k", "v"),
-    },
+    "many heads": MANY_HEADS,
+    "fp8, many heads": {**MANY_HEADS, "needs_grad": False, "fp8": ("q", "k", "v")},
     "deterministic": {"deterministic": True, "causal": True},
     "wide": {"head_dim": 256, "head_dim_v": 256},
     "512 columns": {"head_dim": 512, "head_dim_v": 512},
@@ -87,11 +84,8 @@ MEMORY = 140e9
 def drawn(draw: random.Random) -> AttentionProblem:
     kind: Any = draw.choice(("dense", "varlen", "paged"))
     batch, keys, group = draw.choice((1, 2, 5, 16, 257)), draw.choice((1, 2, 3, 8)), draw.choice((1, 1, 2, 3, 4, 8, 32))
-    seqlen_q, seqlen_k, d = (
-        draw.choice(LENGTHS),
-        draw.choice(LENGTHS),
-        draw.choice((40, 64, 72, 96, 128, 160, 192, 256, 392, 512)),
-    )
+    seqlen_q, seqlen_k = draw.choice(LENGTHS), draw.choice(LENGTHS)
+    d = draw.choice((40, 64, 72, 96, 128, 160, 192, 256, 392, 512))
     page_size = draw.choice((8, 16, 64, 128, 192)) if kind == "paged" else None
     page_rows = page_size or 1
     fp8 = draw.choice(((), (), (), ("q", "k", "v"), ("k", "v")))
@@ -135,3 +129,31 @@ def test_of_whatever_is_taken() -> None:
                     assert_addressable(argument)
         taken += 1
     assert taken > 1000
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("length", "batch"), [(100, 1), (128, 40), (300, 1), (300, 40), (4096, 1), (4096, 5)])
+@pytest.mark.parametrize("chip", ["h200", "a100"])
+def test_explain_names_the_tile_that_runs(dim: int, length: int, batch: int, chip: str) -> None:
+    spec, tokens = device.named(chip), batch * length
+    sizes: dict[str, Any] = {
+        "seqlen_q": length,
+        "seqlen_k": length,
+        "total_q": tokens,
+        "total_k": tokens,
+        "batch": batch,
+    }
+    heads: dict[str, Any] = {"head_dim": dim, "head_dim_v": dim, "num_heads": 32, "num_kv_heads": 32}
+    for flags in ({}, {"causal": True}, {"window_left": 50}, {"softcap": 20.0}):
+        asked = replace(PLAIN, needs_grad=False, **sizes, **heads, **flags)
+        (call,) = triton_launch.calls_of(asked, spec)
+        shape = TRITON.tile_shape(asked, spec)
+        assert (shape.block_m, shape.block_n) == (call.arguments["BLOCK_M"], call.arguments["BLOCK_N"]), flags
+
+
+def test_whatever_may_come_beside_q_has_a_type() -> None:
+    """Sinks and a bias in fp64 were let in and found no kernel."""
+    for name, (dtypes, _) in tensors.DTYPES.items():
+        for dtype in dtypes:
+            if dtype != torch.bool:  # read as bytes
+                assert compilation.type_name(symbols.Address(name, dtype)).startswith("*")

@@ -20,9 +20,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("triton", minversion="3.6")
 aot = pytest.importorskip("hopper_aot")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
-offline = pytest.importorskip("tilewise.backends.gpu.offline")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
-launch = pytest.importorskip("tilewise.backends.hopper.launch")
 quantising = pytest.importorskip("tilewise.backends.triton.quantising")
 
 SMEM_LIMIT = 227 * 1024
@@ -68,6 +66,7 @@ KERNELS = (
     Kernel("forward_wide_kernel", "forward", {"d": 512, **CAUSAL, **PAGED, "has_sinks": True}),
     Kernel("decode_kernel", "decode", {"d": 512, **PAGED}),
     Kernel("decode_kernel", "latent", {"num_heads": 16, **PAGED, "fp8": ("k", "v")}),
+    Kernel("decode_kernel", "latent", {"num_heads": 16, **PAGED}),
     Kernel("forward_wide_kernel", "forward", {"d": 384, "window_left": 100, "softcap": 30.0}),
     Kernel("forward_kernel", "forward", {"d": 128, "tiles_shape": (1, 1, 32, 32)}),
     Kernel("forward_quad_kernel", "forward", {"d": 64, "tiles_shape": (1, 1, 32, 32)}),

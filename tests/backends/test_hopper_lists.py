@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from emulated_backend import Emulated
 from tilewise.problem import AttentionProblem
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 def listed(
     lengths: tuple[list[int], list[int]],
-    module: Callable[[str], Any],
+    module: Emulated,
     others: dict[str, torch.Tensor] | None = None,
     *,
     slack: tuple[int, int],
@@ -57,9 +57,7 @@ def listed(
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("together", [0, 1000], ids=["full", "banded"])
-def test_bounds_that_are_too_small_leave_no_entry_unwritten(
-    together: int, of_keys: bool, emulated: Callable[[str], Any]
-) -> None:
+def test_bounds_that_are_too_small_leave_no_entry_unwritten(together: int, of_keys: bool, emulated: Emulated) -> None:
     """Rows past what is listed are left out of everything, also of what is waited for: kernels read what the list has
     for addresses.
     """
@@ -80,7 +78,7 @@ def test_bounds_that_are_too_small_leave_no_entry_unwritten(
 
 
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
-def test_nothing_to_list_is_said(of_keys: bool, emulated: Callable[[str], Any]) -> None:
+def test_nothing_to_list_is_said(of_keys: bool, emulated: Emulated) -> None:
     """Bounds of 0: kernels that find no number would take what the memory held for blocks."""
     lengths = ([5, 0, 0], [0, 0, 0]) if of_keys else ([0, 0], [7, 0])
     assert listed(lengths, emulated, slack=(0, 0), together=0, of_keys=of_keys) == []

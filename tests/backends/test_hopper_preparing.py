@@ -1,4 +1,5 @@
-"""Row statistics and zeros are made beside the kernel that needs them: never late, and without waiting in a circle.
+"""The order of a backward's tiles. Row statistics and zeros are made beside the kernel that needs them: never late, and
+without waiting in a circle. A last round is cut into pieces.
 
 With 3 SMs and one K/V head a wave, two of the heads here come from the row kernel, all others from the preparers.
 Everything that is not written is NaN (test_hopper_protocol.poisoned).
@@ -7,15 +8,16 @@ Everything that is not written is NaN (test_hopper_protocol.poisoned).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from emulated_backend import Emulated
 from gluon_emulator import MODE
 from sampling import sampled
-from test_hopper_protocol import LATE_FIRST, Case, check_backward
+from test_hopper_protocol import LATE_FIRST, Case, backward_inputs, check_backward, run_backward
 from tilewise import device
 from tilewise.problem import AttentionProblem
 
@@ -34,7 +36,7 @@ CASES = {
 
 
 @pytest.fixture
-def waves_of_one(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+def waves_of_one(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """A tile of one head after the other."""
     prepared = emulated("launch").backward_pass
     monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: True)
@@ -51,7 +53,7 @@ def waves_of_one(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("late_loads", LATE_FIRST)
 @pytest.mark.parametrize("case", sampled(CASES, ("d64 causal", "d128 causal, deterministic", "d96 window, sinks")))
-def test_heads_behind_the_front(case: Case, late_loads: bool, waves_of_one: Callable[[str], Any]) -> None:
+def test_heads_behind_the_front(case: Case, late_loads: bool, waves_of_one: Emulated) -> None:
     MODE.late_loads = late_loads
     plan = waves_of_one("backward_plan").backward_plan(case.problem, device.of(torch.device("cpu")))
     assert 0 < plan.front_items < plan.key_sizes.num_items
@@ -71,7 +73,7 @@ LISTED = {
 
 @pytest.mark.parametrize(("case", "together", "late_loads"), LISTED.values(), ids=LISTED.keys())
 def test_packed_sequences_behind_the_front(
-    case: Case, together: int, late_loads: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    case: Case, together: int, late_loads: bool, emulated: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     MODE.late_loads = late_loads
     monkeypatch.setattr(emulated("backward_plan").BackwardPlan, "together", lambda *_, **__: together)
@@ -164,3 +166,57 @@ def test_a_short_lead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert late_shares(plan) == []
     monkeypatch.setattr(backward_plan.BackwardPlan, "front_items", property(lambda _: 4))
     assert late_shares(plan)
+
+
+# --- the last round of a backward without a mask, cut along its queries: every query tile once, parts joined in order.
+# The stand-in's chip has 3 SMs, so 5 key tiles are a round and two that are cut.
+
+
+CUT = {
+    "d64, a tile left": (Case(batch=2, heads=(2, 2), seqlens=(700, 128)), 3),
+    "d128, two tiles left, few queries": (Case(128, heads=(1, 1), seqlens=(300, 640)), 3),
+    "d128, two tiles of two heads": (Case(128, batch=2, heads=(2, 2), seqlens=(260, 256)), 3),
+    "d96, deterministic": (Case(96, heads=(1, 1), seqlens=(333, 640), deterministic=True), 3),
+    "d64 / d128, two tiles left": (Case(64, 128, heads=(1, 1), seqlens=(330, 640), deterministic=True), 3),
+    "d64, a chip of two": (Case(heads=(1, 1), seqlens=(333, 384)), 2),
+    "d128, pieces of less than a tile": (Case(128, heads=(1, 1), seqlens=(450, 1152)), 7),
+}
+
+
+@pytest.fixture
+def cut(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
+    """Whatever is to be gained, and pieces of any length."""
+    prepared = emulated("launch").backward_pass
+    monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: False)
+    monkeypatch.setattr(emulated("backward_plan"), "cuts_last_round", lambda _: True)
+    monkeypatch.setattr(emulated("backward_plan"), "PIECES_GAIN", 1)
+    monkeypatch.setattr(emulated("backward_plan"), "PIECE_TILES", 1)
+    prepared.cache_clear()
+    yield emulated
+    prepared.cache_clear()
+
+
+@pytest.mark.parametrize("late_loads", LATE_FIRST)
+@pytest.mark.parametrize(("case", "num_sms"), sampled(CUT, (*CUT,)[::2]))
+def test_pieces(case: Case, num_sms: int, late_loads: bool, cut: Emulated) -> None:
+    MODE.late_loads = late_loads
+    chip = dataclasses.replace(device.named("h200"), num_sms=num_sms)
+    line = cut("backward_plan").backward_plan(case.problem, chip).line
+    assert line is not None
+    assert line.programs > 1
+    with device.overridden(chip):
+        check_backward(case, cut)
+
+
+def test_pieces_of_a_deterministic_backward_repeat(cut: Emulated) -> None:
+    case, _ = CUT["d96, deterministic"]
+    operands = case.inputs()
+    given = backward_inputs(case, operands)
+    runs = []
+    for late_loads in (False, True):
+        MODE.late_loads = late_loads
+        runs.append(run_backward(case, operands, given, cut))
+    for first, second in zip(runs[0][:3], runs[1][:3], strict=True):
+        assert first is not None
+        assert second is not None
+        assert torch.equal(first, second)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from emulated_backend import Emulated
 from gluon_emulator import MODE
 from sampling import marks_of, sampled
 from tilewise import masks
@@ -106,6 +107,12 @@ def expected(case: Case, operands: Operands) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def assert_near(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], error: float = 0.02) -> None:
+    """out and lse."""
+    torch.testing.assert_close(got[0].double(), want[0], atol=error, rtol=error)
+    torch.testing.assert_close(got[1].double(), want[1], atol=1e-4, rtol=1e-5)
+
+
 LOADS = [pytest.param(False, id="loads at once"), pytest.param(True, id="loads late", marks=pytest.mark.exhaustive)]
 # For tests of other files, the other way round.
 LATE_FIRST = [
@@ -168,7 +175,7 @@ BANDS = [(None, None), (None, 0), (0, 0), (5, None), (70, 0), (3, 40), (None, 33
 
 
 @pytest.mark.parametrize("band", BANDS, ids=str)
-def test_tile_ranges_agree_with_masks(band: tuple[int | None, int | None], emulated: Callable[[str], Any]) -> None:
+def test_tile_ranges_agree_with_masks(band: tuple[int | None, int | None], emulated: Emulated) -> None:
     """Every tile that somebody sees is visited, and a tile that runs without a mask is seen by everybody."""
     schedule, configs = emulated("schedule"), emulated("configs")
     left, right = band
@@ -233,28 +240,58 @@ ORDINARY = (
 )  # fmt: skip
 
 
+def force_tile(tile: str | None, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated("launch").forward_pass.cache_clear()
+    if tile is not None:
+        configs = emulated("configs")
+        monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, tile))
+
+
 @pytest.mark.parametrize("late_loads", LOADS)
 @pytest.mark.parametrize("case", sampled(FORWARD, ORDINARY))
-def test_forward_protocol(
-    case: Case, late_loads: bool, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forward_protocol(case: Case, late_loads: bool, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     MODE.late_loads = late_loads
-    emulated("launch").forward_pass.cache_clear()
-    if case.tile is not None:
-        configs = emulated("configs")
-        monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, case.tile))
+    force_tile(case.tile, emulated, monkeypatch)
     check_forward(case, emulated)
 
 
-def check_forward(case: Case, emulated: Callable[[str], Any]) -> None:
+def check_forward(case: Case, emulated: Emulated) -> None:
     """The forward of a case against the specification."""
     operands = case.inputs()
-    out, lse = emulated("launch").run_forward(case.problem, operands)
+    got = emulated("launch").run_forward(case.problem, operands)
     assert emulated("counters").HostCounters().current() == 0, "the tile counter must come back to zero"
-    ref, ref_lse = expected(case, operands)
-    error = 0.02 if case.dtype == torch.bfloat16 else 0.0025
-    torch.testing.assert_close(out.double(), ref, atol=error, rtol=error)
-    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+    assert_near(got, expected(case, operands), 0.02 if case.dtype == torch.bfloat16 else 0.0025)
+
+
+SHARED = Case(128, batch=2, heads=(2, 2), seqlens=(70, 200), causal=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "dim"),
+    [(SHARED, 1), (SHARED, 0), (replace(SHARED, lengths=PACKED, padding=2), 1)],
+    ids=["heads", "sequences", "packed heads"],
+)
+def test_shared_keys_are_read_as_they_lie(case: Case, dim: int, emulated: Emulated) -> None:
+    """Of heads or sequences that share them, strides of 0: nothing is copied on the way."""
+    MODE.late_loads = False
+    given = case.inputs()
+    k, v = (t.narrow(dim, 0, 1).expand(t.shape) for t in (given.k, given.v))
+    assert 0 in k.stride()
+    shared = given._replace(k=k, v=v)
+    assert emulated("launch").bind_forward(case.problem, shared, want_lse=True).copied == {}
+    assert_near(emulated("launch").run_forward(case.problem, shared), expected(case, shared))
+
+
+def test_what_kernels_cannot_address_is_copied(emulated: Emulated) -> None:
+    """Rows off the alignment that TMA asks for, and sinks that are not adjacent."""
+    MODE.late_loads = False
+    case = Case(seqlens=(70, 200), sinks=True)
+    given = case.inputs()
+    assert given.sinks is not None
+    q = torch.empty(given.q.numel() + 1, dtype=given.q.dtype)[1:].view(given.q.shape).copy_(given.q)
+    odd = given._replace(q=q, sinks=given.sinks.repeat_interleave(2)[::2])
+    assert emulated("launch").bind_forward(case.problem, odd, want_lse=True).copied.keys() == {"q", "sinks"}
+    assert_near(emulated("launch").run_forward(case.problem, odd), expected(case, given))
 
 
 def overflowing(operands: Operands, keys: slice) -> Operands:
@@ -267,26 +304,21 @@ def overflowing(operands: Operands, keys: slice) -> Operands:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("causal", [False, True])
-def test_scores_of_minus_infinity_weigh_nothing(head_dim: int, causal: bool, emulated: Callable[[str], Any]) -> None:
+def test_scores_of_minus_infinity_weigh_nothing(head_dim: int, causal: bool, emulated: Emulated) -> None:
     """The tiles that a row sees first have no other scores."""
     MODE.late_loads = False
     case = Case(head_dim, heads=(1, 1), seqlens=(130, 600), causal=causal)
     operands = overflowing(case.inputs(), slice(300, None))
-    out, lse = emulated("launch").run_forward(case.problem, operands)
-    ref, ref_lse = expected(case, operands)
-    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
-    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+    assert_near(emulated("launch").run_forward(case.problem, operands), expected(case, operands))
 
 
 @pytest.mark.parametrize("tile", ["D64", "D64_BANDED"])
 def test_one_key_stands_out_among_scores_of_any_sign(
-    tile: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    tile: str, emulated: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its P is exactly 1 wherever it is, also in rows whose scores are all negative."""
     MODE.late_loads = False
-    emulated("launch").forward_pass.cache_clear()
-    configs = emulated("configs")
-    monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, tile))
+    force_tile(tile, emulated, monkeypatch)
     case = Case(heads=(1, 1), seqlens=(192, 600), causal=tile == "D64_BANDED")
     q, k, v = (torch.zeros(1, 1, n, 64, dtype=torch.bfloat16) for n in case.seqlens[:1] + case.seqlens[1:] * 2)
     rows, best = torch.arange(192), torch.randint(1, 400, (192,), generator=torch.Generator().manual_seed(3))
@@ -312,15 +344,11 @@ LARGEST = (
 
 
 @pytest.mark.parametrize("name", LARGEST)
-def test_largest_scores(name: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_largest_scores(name: str, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """The true maximum of each head, also where the reference of a row stays behind it. No other bit changes."""
     MODE.late_loads = False
-    case = FORWARD[name]
-    launch = emulated("launch")
-    launch.forward_pass.cache_clear()
-    if case.tile is not None:
-        configs = emulated("configs")
-        monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, str(case.tile)))
+    case, launch = FORWARD[name], emulated("launch")
+    force_tile(case.tile, emulated, monkeypatch)
     problem = replace(case.problem, max_logits=True)
     if name == LARGEST[-1]:
         problem = replace(problem, scale=2.0**11)
@@ -328,9 +356,7 @@ def test_largest_scores(name: str, emulated: Callable[[str], Any], monkeypatch: 
     operands = case.inputs()._replace(max_logits=largest)
     out, lse = launch.run_forward(problem, operands)
     specified = in_double(operands)._replace(max_logits=ref_largest)
-    ref, ref_lse = reference().forward(replace(problem, dtype=torch.float64), specified)
-    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
-    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+    assert_near((out, lse), reference().forward(replace(problem, dtype=torch.float64), specified))
     torch.testing.assert_close(largest.double(), ref_largest, atol=1e-5, rtol=1e-5)
     plain, plain_lse = launch.run_forward(replace(problem, max_logits=False), operands._replace(max_logits=None))
     assert torch.equal(out, plain)
@@ -339,7 +365,7 @@ def test_largest_scores(name: str, emulated: Callable[[str], Any], monkeypatch: 
 
 @pytest.mark.parametrize("padding", [0, 8, 4])
 @pytest.mark.parametrize("name", ["d64 fewer keys", "packed"])
-def test_forward_into_memory_of_the_caller(name: str, padding: int, emulated: Callable[[str], Any]) -> None:
+def test_forward_into_memory_of_the_caller(name: str, padding: int, emulated: Emulated) -> None:
     """Straight into `out` where TMA can address it; else the caller copies. Columns between its own are not written."""
     MODE.late_loads = False
     case = FORWARD[name]
@@ -372,15 +398,12 @@ PAGED = {
 @pytest.mark.parametrize(
     ("case", "page_size", "storage"), sampled(PAGED, ("two pages a tile", "large pages", "odd pages", "d192", "d512"))
 )
-def test_paged_forward_protocol(case: Case, page_size: int, storage: str, emulated: Callable[[str], Any]) -> None:
+def test_paged_forward_protocol(case: Case, page_size: int, storage: str, emulated: Emulated) -> None:
     """Pages in any order, NaN in every row that no sequence has, nonsense in the unused part of the table."""
     MODE.late_loads = False
     packed = case.inputs()
     operands, problem = in_pages(case, packed, page_size, storage)
-    out, lse = emulated("launch").run_forward(problem, operands)
-    ref, ref_lse = expected(case, packed)
-    torch.testing.assert_close(out.double(), ref, atol=0.02, rtol=0.02)
-    torch.testing.assert_close(lse.double(), ref_lse, atol=1e-4, rtol=1e-5)
+    assert_near(emulated("launch").run_forward(problem, operands), expected(case, packed))
 
 
 def in_pages(case: Case, packed: Operands, page_size: int, storage: str) -> tuple[Operands, AttentionProblem]:
@@ -412,8 +435,10 @@ def in_pages(case: Case, packed: Operands, page_size: int, storage: str) -> tupl
     return packed._replace(k=k, v=v, cu_seqlens_k=None, block_table=table, seqlens_k=seqlens_k), problem
 
 
-def test_a_slot_released_too_early_is_found(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The emulator is worth something only if it fails when the protocol is broken."""
+Plant = Callable[[Emulated, pytest.MonkeyPatch], None]
+
+
+def release_early(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = emulated("channels").Ring
     wait = ring.wait
 
@@ -425,34 +450,45 @@ def test_a_slot_released_too_early_is_found(emulated: Callable[[str], Any], monk
 
     monkeypatch.setattr(ring, "wait", wait_and_release)
     monkeypatch.setattr(ring, "release", lambda *_: None)
-    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
-    assert not survives(FORWARD["d128 causal"], emulated, late_loads=False)
 
 
-def test_a_missing_wait_is_found(emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)  # roles out of step wait for each other, which is enough
+def no_wait(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulated("channels").Ring, "wait", lambda *_: None)
-    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
-    assert not survives(FORWARD["d128 causal"], emulated, late_loads=True)
 
 
-@pytest.mark.parametrize("missing", ["wait for P", "wait for the store of O"])
-def test_a_missing_step_of_wide_heads_is_found(
-    missing: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the two warpgroups that share rows, and between O and the V that comes after it into its slot."""
-    monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)
-    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
-    ring, wide = emulated("channels").Ring, emulated("forward_wide")
+def no_wait_for_p(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two warpgroups that share rows."""
+    ring = emulated("channels").Ring
     wait = ring.wait
-    if missing == "wait for P":
-        monkeypatch.setattr(ring, "wait", lambda self, at: None if at.NUM_SLOTS == 2 else wait.function(self, at))
-    else:
-        monkeypatch.setattr(wide.tma, "store_wait", lambda _: None)
-    assert not survives(FORWARD["d512 causal"], emulated, late_loads=False)
+    monkeypatch.setattr(ring, "wait", lambda self, at: None if at.NUM_SLOTS == 2 else wait.function(self, at))
 
 
-def survives(case: Case, emulated: Callable[[str], Any], late_loads: bool) -> bool:
+def no_wait_for_the_store(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between O and the V that comes after it into its slot."""
+    monkeypatch.setattr(emulated("forward_wide").tma, "store_wait", lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "name", "late_loads"),
+    [
+        (release_early, "d128 causal", False),
+        (no_wait, "d128 causal", True),
+        (no_wait_for_p, "d512 causal", False),
+        (no_wait_for_the_store, "d512 causal", False),
+    ],
+)
+def test_a_broken_protocol_is_found(
+    plant: Plant, name: str, late_loads: bool, emulated: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator is worth something only if it fails when the protocol is broken."""
+    if plant is not release_early:  # roles out of step wait for each other, which is enough
+        monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)
+    monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
+    plant(emulated, monkeypatch)
+    assert not survives(FORWARD[name], emulated, late_loads=late_loads)
+
+
+def survives(case: Case, emulated: Emulated, late_loads: bool) -> bool:
     """Whether the forward runs through and is right."""
     MODE.late_loads = late_loads
     operands = case.inputs()
@@ -504,7 +540,7 @@ def backward_inputs(case: Case, operands: Operands) -> Backward:
     return Backward(out, lse, dout, torch.randn(lse.shape, generator=generator))
 
 
-def run_backward(case: Case, operands: Operands, given: Backward, emulated: Callable[[str], Any]) -> Gradients:
+def run_backward(case: Case, operands: Operands, given: Backward, emulated: Emulated) -> Gradients:
     out, lse, dout, dlse = given
     run = emulated("launch").run_backward
     got: Gradients = run(
@@ -514,7 +550,7 @@ def run_backward(case: Case, operands: Operands, given: Backward, emulated: Call
     return got
 
 
-def check_backward(case: Case, emulated: Callable[[str], Any]) -> None:
+def check_backward(case: Case, emulated: Emulated) -> None:
     operands = case.inputs()
     given = backward_inputs(case, operands)
     got = run_backward(case, operands, given, emulated)
@@ -537,15 +573,13 @@ def check_backward(case: Case, emulated: Callable[[str], Any]) -> None:
         for which, (how, mode) in enumerate(BACKWARD_MODES.items())
     ],
 )
-def test_backward_protocol(case: Case, deterministic: bool, late_loads: bool, emulated: Callable[[str], Any]) -> None:
+def test_backward_protocol(case: Case, deterministic: bool, late_loads: bool, emulated: Emulated) -> None:
     MODE.late_loads = late_loads
     check_backward(replace(case, deterministic=deterministic), emulated)
 
 
 @pytest.mark.parametrize("missing", ["barrier_sync", "store_wait"])
-def test_a_missing_hand_over_is_found(
-    missing: str, emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_hand_over_is_found(missing: str, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the two roles of the wide backward."""
     MODE.late_loads = False
     wide = emulated("backward_wide")
@@ -560,7 +594,7 @@ def test_a_missing_hand_over_is_found(
 
 
 @pytest.mark.parametrize("name", ["d64 causal", "d256"])
-def test_fixed_point_does_not_depend_on_the_order(name: str, emulated: Callable[[str], Any]) -> None:
+def test_fixed_point_does_not_depend_on_the_order(name: str, emulated: Emulated) -> None:
     MODE.late_loads = True
     case = replace(BACKWARD[name], deterministic=True)
     operands = case.inputs()

@@ -5,28 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from extreme_inputs import (
-    KINDS,
-    Inputs,
-    Shape,
-    check,
-    half_overflow,
-    large_key,
-    large_scores,
-    lost_key,
-    lost_query,
-    lost_value,
-    made,
-    overflow,
-    small_scores,
-    unmet_rows,
-)
+import extreme_inputs as extreme
+from emulated_backend import Emulated
+from extreme_inputs import Inputs, Shape, check, made
 from gluon_emulator import MODE
 from sampling import marks_of, sampled
 from test_hopper_protocol import PACKED, Case, expected, in_double, reference
@@ -47,9 +33,7 @@ def inputs(case: Case, kind: Callable[[Inputs], None], dtype: torch.dtype = torc
     return x
 
 
-def both_ways(
-    case: Case, x: Inputs, emulated: Callable[[str], Any], *, by_kernel: bool = False
-) -> tuple[Tensor, Tensor]:
+def both_ways(case: Case, x: Inputs, emulated: Emulated, *, by_kernel: bool = False) -> tuple[Tensor, Tensor]:
     """DQ in any order, and in integers; with out and lse of the specification or, `by_kernel`, of our own forward.
 
     The specification multiplies hidden values by 0, where infinity becomes NaN.
@@ -68,9 +52,12 @@ def both_ways(
 
 
 # In the ordinary run of wider heads, and under a softcap, those in which scores matter.
-SCORES = (large_scores, lost_query, overflow)
-ORDINARY = [("d64", kind) for kind in KINDS[::2]] + [("d128", overflow), ("d96 capped", large_scores)]
-JUDGED = [(name, kind) for name in CASES for kind in KINDS if name != "d96 capped" or kind in SCORES]
+SCORES = (extreme.large_scores, extreme.lost_query, extreme.overflow)
+ORDINARY = [("d64", kind) for kind in extreme.KINDS[::2]] + [
+    ("d128", extreme.overflow),
+    ("d96 capped", extreme.large_scores),
+]
+JUDGED = [(name, kind) for name in CASES for kind in extreme.KINDS if name != "d96 capped" or kind in SCORES]
 
 
 @pytest.mark.parametrize(
@@ -80,17 +67,15 @@ JUDGED = [(name, kind) for name in CASES for kind in KINDS if name != "d96 cappe
         for n, f in JUDGED
     ],
 )
-def test_integers_have_the_range_of_floats(
-    name: str, kind: Callable[[Inputs], None], emulated: Callable[[str], Any]
-) -> None:
+def test_integers_have_the_range_of_floats(name: str, kind: Callable[[Inputs], None], emulated: Emulated) -> None:
     case = CASES[name]
     x = inputs(case, kind)
     check(*both_ways(case, x, emulated), x, case.problem.scale)
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ("d128",)))
-def test_infinities_of_fp16_are_seen(case: Case, emulated: Callable[[str], Any]) -> None:
-    x = inputs(case, half_overflow, torch.float16)
+def test_infinities_of_fp16_are_seen(case: Case, emulated: Emulated) -> None:
+    x = inputs(case, extreme.half_overflow, torch.float16)
     ordinary, integers = both_ways(case, x, emulated)
     assert not bool(ordinary.isfinite().all())
     assert bool(ordinary.isfinite().any())
@@ -98,15 +83,15 @@ def test_infinities_of_fp16_are_seen(case: Case, emulated: Callable[[str], Any])
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ("d64",)))
-def test_a_large_key_costs_bits_and_nothing_else(case: Case, emulated: Callable[[str], Any]) -> None:
-    x = inputs(case, large_key)
+def test_a_large_key_costs_bits_and_nothing_else(case: Case, emulated: Emulated) -> None:
+    x = inputs(case, extreme.large_key)
     scale = case.problem.scale
-    check(*both_ways(case, x, emulated), x, scale, small_scores(x, scale))
+    check(*both_ways(case, x, emulated), x, scale, extreme.small_scores(x, scale))
 
 
-@pytest.mark.parametrize(("head_dim", "kind"), [(64, lost_key), (128, lost_value)])
+@pytest.mark.parametrize(("head_dim", "kind"), [(64, extreme.lost_key), (128, extreme.lost_value)])
 def test_lost_keys_are_lost_for_the_rows_that_meet_them(
-    head_dim: int, kind: Callable[[Inputs], None], emulated: Callable[[str], Any]
+    head_dim: int, kind: Callable[[Inputs], None], emulated: Emulated
 ) -> None:
     """Under a causal mask the first query tiles do not meet the second block of keys, nor does the other head."""
     case = Case(head_dim, heads=(2, 2), seqlens=(400, 400), causal=True)
@@ -137,9 +122,7 @@ UNMET = [(n, s) for n in EDGES for s in (math.nan, -math.inf, 1e8) if s != 1e8 o
 @pytest.mark.parametrize(
     ("name", "size"), [pytest.param(n, s, marks=marks_of((n, s) in UNMET[:: len(UNMET) // 4])) for n, s in UNMET]
 )
-def test_keys_that_a_tile_does_not_meet_take_nothing_from_it(
-    name: str, size: float, emulated: Callable[[str], Any]
-) -> None:
+def test_keys_that_a_tile_does_not_meet_take_nothing_from_it(name: str, size: float, emulated: Emulated) -> None:
     """Not a bit, and nothing of other sequences: behind a left edge 1e8 left dQ an error of 100 %, NaN made it NaN."""
     MODE.late_loads = False
     case, sequence, key = EDGES[name]
@@ -156,7 +139,7 @@ def test_keys_that_a_tile_does_not_meet_take_nothing_from_it(
     whole, found = (run(problem, x, *given).dq for x in (operands, spoilt))
     whole, found = (t if case.lengths else t[0].transpose(0, 1) for t in (whole, found))
     kept = torch.ones(sum(lengths[0]), dtype=torch.bool)
-    kept[rows] = unmet_rows(problem, lengths[0][sequence], lengths[1][sequence], key)
+    kept[rows] = extreme.unmet_rows(problem, lengths[0][sequence], lengths[1][sequence], key)
     assert bool(kept[rows].any())
     assert bool(whole[: len(kept)].isfinite().all())
     assert torch.equal(found[: len(kept)][kept], whole[: len(kept)][kept])

@@ -181,18 +181,15 @@ def test_code_in_another_user_s_folder_is_not_run(run_python: Run, folder: Path)
     assert "Set TILEWISE_CACHE_DIR to a directory of your own" in done.stderr
 
 
-def test_another_user_s_file_is_not_run_but_replaced(run_python: Run, folder: Path) -> None:
-    give_away(only_file(folder))
+@pytest.mark.parametrize("mode", [None, 0o666, 0o620], ids=["another user's", "0o666", "0o620"])
+def test_a_file_that_others_own_or_can_write_is_not_run_but_replaced(
+    run_python: Run, folder: Path, mode: int | None
+) -> None:
+    file = only_file(folder)
+    give_away(file) if mode is None else file.chmod(mode)
     assert run_python(CALL, folder).stdout.split() == ["right", "compiled"]
-    assert only_file(folder).stat().st_uid == os.geteuid()
+    assert (only_file(folder).stat().st_uid, mode_of(only_file(folder))) == (os.geteuid(), 0o600)
     assert run_python(CALL, folder).stdout.split() == ["right", "loaded"]
-
-
-@pytest.mark.parametrize("mode", [0o666, 0o620], ids=oct)
-def test_a_file_that_others_can_write_is_not_run_but_replaced(run_python: Run, folder: Path, mode: int) -> None:
-    only_file(folder).chmod(mode)
-    assert run_python(CALL, folder).stdout.split() == ["right", "compiled"]
-    assert mode_of(only_file(folder)) == 0o600
 
 
 def test_a_link_is_not_followed_but_replaced(folder: Path, tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from emulated_backend import Emulated
 from gluon_emulator import MODE, PACKAGE
 from sampling import sampled
-from test_decode_protocol import check
-from test_hopper_protocol import Case, in_pages, overflowing
+from test_decode_protocol import one_each
+from test_hopper_protocol import Case, assert_near, expected, in_pages, overflowing
 from tilewise import device
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
@@ -52,7 +53,7 @@ def latent(problem: AttentionProblem, operands: Operands) -> tuple[AttentionProb
 
 
 @pytest.fixture
-def attend(emulated: Callable[[str], Any]) -> Callable[..., Any]:
+def attend(emulated: Emulated) -> Callable[..., Any]:
     del emulated
     return importlib.import_module(f"{PACKAGE}.launch").run_forward  # type: ignore[no-any-return]
 
@@ -62,7 +63,7 @@ def attend(emulated: Callable[[str], Any]) -> Callable[..., Any]:
 def test_rows(case: Case, late_loads: bool, attend: Callable[..., Any]) -> None:
     MODE.late_loads = late_loads
     problem, operands = latent(case.problem, case.inputs())
-    check(case, operands, *attend(problem, operands))
+    assert_near(attend(problem, operands), expected(case, operands))
 
 
 @pytest.mark.parametrize(("case", "page_size", "storage", "several"), PAGED.values(), ids=PAGED.keys())
@@ -70,12 +71,9 @@ def test_pages(case: Case, page_size: int, storage: str, several: bool, attend: 
     """Pages in any order, NaN in every row that no sequence has, nonsense in the unused part of the table."""
     MODE.late_loads = True
     _, packed = latent(case.problem, case.inputs())
-    operands, problem = in_pages(case, packed, page_size, storage)
+    operands, problem = one_each(*in_pages(case, packed, page_size, storage), several)
     problem, operands = latent(problem, operands)
-    if not several:
-        operands = operands._replace(cu_seqlens_q=None)
-        problem = replace(problem, seqlen_q=1)
-    check(case, packed, *attend(problem, operands))
+    assert_near(attend(problem, operands), expected(case, packed))
 
 
 def test_many_sequences(attend: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,32 +82,34 @@ def test_many_sequences(attend: Callable[..., Any], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.decode_schedule"), "SCAN", 2)
     case = Case(**WIDTHS, heads=(20, 1), lengths=((0, 1, 0, 2, 1, 1, 0), (9, 300, 5, 70, 0, 129, 400)), causal=True)
     problem, operands = latent(case.problem, case.inputs())
-    check(case, operands, *attend(problem, operands))
+    assert_near(attend(problem, operands), expected(case, operands))
 
 
+@pytest.mark.parametrize(("heads", "shared"), [(18, False), (18, True), (70, True)])
 def test_many_parts(
-    attend: Callable[..., Any], emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    heads: int, shared: bool, attend: Callable[..., Any], emulated: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More parts and rows than a program merges at a time, and no multiples of them."""
+    """More parts and rows than a program merges at a time, and no multiples of them; warps may share the parts."""
     MODE.late_loads = False
-    for name, value in {"LATENT_TILES": 1, "LATENT_COLUMNS": 512, "LATENT_PROGRAMS": 0}.items():
+    wanted = {"LATENT_MERGE_RATE": 10**6, "LATENT_PROGRAMS": 0, "LATENT_PARTS": 1 if shared else 100}
+    for name, value in (wanted | {"LATENT_COLUMNS": (256, 256, 256)}).items():
         monkeypatch.setattr(emulated("decode_configs"), name, value)
-    case = Case(**WIDTHS, heads=(18, 1), seqlens=(1, 650))
+    case = Case(**WIDTHS, heads=(heads, 1), seqlens=(1, 650))
     problem, operands = latent(case.problem, case.inputs())
-    with device.overridden(replace(device.named("h200"), num_sms=7)):
-        check(case, operands, *attend(problem, operands))
+    with device.overridden(replace(device.named("h200"), num_sms=7 if heads < 64 else 14)):
+        assert_near(attend(problem, operands), expected(case, operands))
 
 
 def test_scores_of_minus_infinity_weigh_nothing(attend: Callable[..., Any]) -> None:
     MODE.late_loads = False
     case = Case(**WIDTHS, heads=(16, 1), seqlens=(1, 300))
     problem, operands = latent(case.problem, overflowing(case.inputs(), slice(0, 64)))
-    check(case, operands, *attend(problem, operands))
+    assert_near(attend(problem, operands), expected(case, operands))
 
 
 @pytest.mark.parametrize("method", ["acquire", "wait"])
 def test_what_is_not_waited_for_is_found(
-    method: str, attend: Callable[..., Any], emulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    method: str, attend: Callable[..., Any], emulated: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The producer must wait for released columns, a warpgroup for its tile and the other's P."""
     MODE.late_loads = False
@@ -131,7 +131,7 @@ def test_what_is_not_waited_for_is_found(
     case = Case(**WIDTHS, heads=(16, 1), seqlens=(1, 700))
     problem, operands = latent(case.problem, case.inputs())
     with pytest.raises((AssertionError, RuntimeError)):
-        check(case, operands, *attend(problem, operands))
+        assert_near(attend(problem, operands), expected(case, operands))
 
 
 def test_results_repeat(attend: Callable[..., Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,16 +12,8 @@ from long_sequences import BLOCK, CASES, LATE_KEYS, Long, faults_of, make_long_i
 from tilewise.testing import BackendImplementation, Inputs
 from tilewise.testing.implementations import call_api
 from tilewise.testing.results import Results, differentiate
-from tilewise.testing.threads import one_thread
 
 CPU = BackendImplementation("cpu")
-
-
-@pytest.fixture(autouse=True)
-def single_threaded() -> Iterator[None]:
-    """Heads of a few hundred rows: threads cost more than they compute."""
-    with one_thread():
-        yield
 
 
 @pytest.mark.parametrize("long", CASES.values(), ids=CASES.keys())

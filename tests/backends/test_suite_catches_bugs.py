@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,12 +17,11 @@ from tilewise.backends.base import TileShape
 from tilewise.backends.reference import ReferenceBackend
 from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_keep
-from tilewise.operands import Gradients, Operands, Tangents, Wanted
+from tilewise.operands import Gradients, Operands, Tangents
 from tilewise.problem import AttentionProblem
 from tilewise.testing import BackendImplementation, Case, Nonconformance, check, check_higher, check_largest, installed
 from tilewise.testing.generation import single_cases
 from tilewise.testing.special import largest_cases, special_cases
-from tilewise.testing.threads import one_thread
 
 BLOCK_M, BLOCK_N = 32, 16
 
@@ -152,26 +151,12 @@ class ToyBackend:
             largest = torch.maximum(largest, operands.sinks.to(largest.dtype))
         operands.max_logits.copy_(torch.maximum(operands.max_logits, largest))
 
-    def backward(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        wanted: Wanted,
-    ) -> Gradients:
-        del wanted
+    def backward(self, problem: AttentionProblem, operands: Operands, *given: Any) -> Gradients:
+        out, lse, dout, dlse, _wanted = given
         acc = problem.accumulate_dtype
         dq, dk, dv = (torch.zeros_like(t, dtype=acc) for t in operands[:3])
-        totals = Gradients(
-            dq,
-            dk,
-            dv,
-            dbias=None if problem.bias_shape is None else torch.zeros(problem.bias_shape, dtype=acc),
-            dsinks=torch.zeros(problem.num_heads, dtype=acc),
-        )
+        dbias = None if problem.bias_shape is None else torch.zeros(problem.bias_shape, dtype=acc)
+        totals = Gradients(dq, dk, dv, dbias=dbias, dsinks=torch.zeros(problem.num_heads, dtype=acc))
         for index, q, k, v, to_q, to_k in self._sequences(problem, operands):
             do, o = (to_q(t).to(acc) for t in (dout, out))
             row_lse = self._lse_of(problem, operands, lse, index)
@@ -199,17 +184,8 @@ class ToyBackend:
             dsinks=None if operands.sinks is None or totals.dsinks is None else totals.dsinks.to(operands.sinks.dtype),
         )
 
-    def _backward_tile(
-        self,
-        problem: AttentionProblem,
-        tile: Tile,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        do: Tensor,
-        lse: Tensor,
-        pull: Tensor,
-    ) -> Gradients:
+    def _backward_tile(self, problem: AttentionProblem, tile: Tile, *given: Tensor) -> Gradients:
+        q, k, v, do, lse, pull = given
         p = torch.exp(tile.s - lse[..., None])
         dp = do @ v.transpose(1, 2) * tile.keep
         ds = p * (dp - pull[..., None])
@@ -251,10 +227,8 @@ class ToyBackend:
         if operands.mask is not None:
             visible = visible & (operands.mask[inside] ^ (self.bug == "mask_inverted"))
         if operands.tiles is not None and operands.tile_bits is not None:
-            visible = (
-                visible
-                & self._tiles(operands.tiles, operands.tile_bits, rows)[:, rows.start : rows.stop, n_start:n_stop]
-            )
+            shown = self._tiles(operands.tiles, operands.tile_bits, rows)
+            visible = visible & shown[:, rows.start : rows.stop, n_start:n_stop]
         return Tile(s.masked_fill(~visible, -math.inf), slope, self._keep(problem, operands, rows, n_start, n_stop))
 
     def _tiles(self, kinds: Tensor, bits: Tensor, rows: Rows) -> Tensor:
@@ -340,13 +314,6 @@ def _add(totals: Gradients, part: Gradients, to_q: _View, to_k: _View, index: in
         ds = ds.sum(dim, keepdim=True) if size == 1 else ds
     at_m, at_n = (slice(None) if size == 1 else at for size, at in zip(dbias.shape[2:], (rows, cols), strict=True))
     dbias[index if dbias.shape[0] > 1 else 0, :, at_m, at_n] += ds
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_threaded() -> Iterator[None]:
-    """Tiles of 32 x 16 are not worth a second thread."""
-    with one_thread():
-        yield
 
 
 CORRECT = ToyBackend()
@@ -449,11 +416,7 @@ class WrongHigher(ReferenceBackend):
         self.name = f"higher_{bug or 'correct'}"
 
     def forward_tangent(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        tangents: Tangents,
-        known: tuple[Tensor, Tensor] | None = None,
+        self, problem: AttentionProblem, operands: Operands, tangents: Tangents, known: Any = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         out, lse, dot_out, dot_lse = super().forward_tangent(problem, operands, self._bent(tangents), known)
         if self.bug == "lse_tangent_kept":
@@ -461,15 +424,9 @@ class WrongHigher(ReferenceBackend):
         return out, lse, dot_out, dot_lse
 
     def backward_twice(
-        self,
-        problem: AttentionProblem,
-        operands: Operands,
-        tangents: Tangents,
-        results: tuple[Tensor, Tensor, Tensor, Tensor],
-        dout: Tensor,
-        dlse: Tensor | None,
-        wanted: Wanted,
+        self, problem: AttentionProblem, operands: Operands, tangents: Tangents, results: Any, *given: Any
     ) -> Gradients:
+        dout, dlse, wanted = given
         if self.bug == "dlse_ignored":
             dlse = None
         if self.bug == "dropout_forgotten":

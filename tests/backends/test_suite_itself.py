@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tilewise import testing
 from tilewise.problem import Kind
-from tilewise.testing import (
-    BackendImplementation,
-    Case,
-    Inputs,
-    Nonconformance,
-    check,
-    check_repeatable,
-    check_unread,
-    check_untouched,
-    make_inputs,
-)
+from tilewise.testing import BackendImplementation, Case, Inputs, Nonconformance, check, make_inputs
 from tilewise.testing.cases import GRADIENTS
 from tilewise.testing.generation import FEATURES, HEAD_DIMS, PAGE_SIZES, SEQLENS, pair_cases, single_cases, size_cases
 from tilewise.testing.oracle import plain_results, reference_results
 from tilewise.testing.poison import uninitialised_is_nan
 from tilewise.testing.results import Results
 from tilewise.testing.special import special_cases
-from tilewise.testing.threads import one_thread
 from tilewise.testing.tolerances import Slack, judge, slack_of, ulp
-
-
-@pytest.fixture(autouse=True, scope="module")
-def single_threaded() -> Iterator[None]:
-    """The problems are not worth a second thread."""
-    with one_thread():
-        yield
 
 
 def assert_oracles_agree(case: Case) -> None:
@@ -223,8 +205,8 @@ class _Restless(BackendImplementation):
 def test_writing_to_inputs_reading_padding_and_unrepeatable_results_are_found() -> None:
     case = Case(kind="varlen", padding=1, deterministic=True)
     with pytest.raises(Nonconformance, match="q: an input, was written to"):
-        check_untouched(case, _Vandal("reference"))
+        testing.check_untouched(case, _Vandal("reference"))
     with pytest.raises(Nonconformance, match="out: padding of nan against 0 changes bits"):
-        check_unread(case, _Nosy("reference"))
+        testing.check_unread(case, _Nosy("reference"))
     with pytest.raises(Nonconformance, match="dv: a second run changes bits"):
-        check_repeatable(case, _Restless("reference"))
+        testing.check_repeatable(case, _Restless("reference"))

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
+from making import watched
 from tilewise import device as devices
 from tilewise.backends.triton import BACKEND
+from triton_cases import assembled, places, problem_of, registers_of
 from triton_cases import calls_of as calls_of_case
-from triton_cases import places, problem_of
 
 triton = pytest.importorskip("triton")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
-launching = pytest.importorskip("tilewise.backends.gpu.launching")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
 launch_higher = pytest.importorskip("tilewise.backends.triton.launch_higher")
 configs = pytest.importorskip("tilewise.backends.triton.configs")
 operand_views = pytest.importorskip("tilewise.backends.gpu.offline").operand_views
-releases = pytest.importorskip("tilewise.backends.gpu.releases")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 pytestmark = [
     pytest.mark.slow,
@@ -62,9 +60,8 @@ def build(call: KernelCall, device: str) -> Built:
     """Compile one call as the launch path does, but for a device that is not here."""
     compiled = compilation.compile_call(call, devices.named(device), -1)
     ptx = compiled.asm["ptx"]
-    log = assemble(ptx)
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
-    registers = int(re.findall(r"Used (\d+) registers", log)[0])
+    log = assembled(ptx)
+    registers, spilled = registers_of(log)
     misread = misread_products(compiled.asm["ttgir"])
     return Built(call.kernel.__name__, registers, spilled, "serializ" in log, compiled.metadata.shared, ptx, misread)
 
@@ -81,21 +78,20 @@ def misread_products(ttgir: str) -> list[str]:
     return [f"{rows} x {inner} by {neighbours}" for rows, inner, neighbours in found if inner < 4 * neighbours]
 
 
-def assemble(ptx: str) -> str:
-    """The log of ptxas, which Triton keeps to itself."""
-    found = re.search(r"\.target (sm_\w+)", ptx)
-    assert found is not None
-    capability = int(found[1].removeprefix("sm_").rstrip("a"))
-    command = [releases.ptxas(capability), "-v", f"--gpu-name={found[1]}", "-", "-o", "/dev/null"]
-    done = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True)
-    return done.stderr + done.stdout
-
-
 def assert_fits(built: Built, device: str) -> None:
     spec = devices.named(device)
     assert built.shared <= spec.smem_bytes, f"{built.name}: {built.shared} of {spec.smem_bytes} bytes of shared memory"
     assert built.registers <= 255
     assert built.misread == [], built.name
+
+
+def hot(call: KernelCall, device: str) -> Built:
+    """A kernel that is worth more: it hardly spills, and its products run side by side."""
+    built = build(call, device)
+    assert_fits(built, device)
+    assert built.spilled <= SPILL_LIMIT, built.name
+    assert not built.serialised, f"{built.name}: ptxas waits after every wgmma"
+    return built
 
 
 # The kernels of the fast table, dense and packed, whose tiles are taken from a list.
@@ -109,10 +105,7 @@ HOT_TOO = (("h200", "causal", 64), ("h200", "many causal", 64), ("h200", "many c
 def test_hot_kernels(place: tuple[str, str, int]) -> None:
     device = place[0]
     for call in calls_of_case(*place):
-        built = build(call, device)
-        assert_fits(built, device)
-        assert built.spilled <= SPILL_LIMIT, built.name
-        assert not built.serialised, f"{built.name}: ptxas waits after every wgmma"
+        built = hot(call, device)
         if devices.named(device).has_wgmma and built.name not in ("row_stats_kernel", "list_blocks_kernel"):
             assert "wgmma.mma_async" in built.ptx
 
@@ -138,10 +131,7 @@ def test_products_over_few_keys_under_a_mask_and_dropout(name: str, kernel: str)
 def test_kernels_of_tangents_and_second_derivatives(device: str, head_dim: int) -> None:
     kernels = {"tangent_kernel", "second_key_kernel", "second_query_kernel"}
     for call in calls_of_case(device, "higher", head_dim):
-        built = build(call, device)
-        assert_fits(built, device)
-        assert built.spilled <= SPILL_LIMIT, built.name
-        assert not built.serialised, f"{built.name}: ptxas waits after every wgmma"
+        built = hot(call, device)
         if devices.named(device).has_wgmma and built.name in kernels:
             assert "wgmma.mma_async" in built.ptx
             kernels.remove(built.name)
@@ -233,23 +223,13 @@ def rows_of(table: Any) -> Iterator[Any]:
 
 def test_every_row_of_the_tables_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the cases, so that the exhaustive run compiles it."""
-    taken: set[int] = set()
-
-    def noting(choose: Any) -> Any:
-        def noted(*arguments: Any) -> Any:
-            chosen = choose(*arguments)
-            taken.add(id(chosen))
-            return chosen
-
-        return noted
-
-    for name in ("choose", "latent_config"):
-        monkeypatch.setattr(configs, name, noting(getattr(configs, name)))
+    chosen = [watched(monkeypatch, configs, name) for name in ("choose", "latent_config")]
     for place in places():
         calls_of_case(*place)
     rows = [row for table in vars(configs).values() if isinstance(table, dict) for row in rows_of(table)]
     rows = [row for row in rows if isinstance(row, configs.Config)]
     assert len(rows) > 60
+    taken = {id(call.result) for calls in chosen for call in calls}
     assert [row for row in rows if id(row) not in taken] == []
 
 

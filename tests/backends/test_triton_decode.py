@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,15 +25,13 @@ from tilewise import fp8
 from tilewise.problem import AttentionProblem
 from tilewise.testing import BackendImplementation, Case, check
 from tilewise.testing.invariance import Sequences, check_invariant
+from triton_cases import assembled, registers_of
 
 triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
-configs = pytest.importorskip("tilewise.backends.triton.configs")
 quantised = pytest.importorskip("tilewise.backends.triton.quantised")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
-releases = pytest.importorskip("tilewise.backends.gpu.releases")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -110,36 +107,25 @@ def exact(k: fp8.Fp8Tensor, v: fp8.Fp8Tensor, q: torch.Tensor, length: int) -> t
 
 
 @only_interpreted
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize(("page_size", "dtype", "limit"), [(16, BF16, 2.0**-7), (128, FP16, 2.0**-10)])
-def test_interpreted_scales_may_differ_by_orders_of_magnitude(page_size: int, dtype: torch.dtype, limit: float) -> None:
-    """Within a tile, too: pages with values ten million times smaller count in full where their keys have the weight.
+def test_interpreted_scales_may_differ_by_orders_of_magnitude(
+    page_size: int, dtype: torch.dtype, limit: float, codes: torch.dtype
+) -> None:
+    """Within a tile, too: of e4m3 from page to page, of int8 from token to token. Values ten million times smaller
+    count in full where their keys have the weight.
 
     Limits are what rounding the result makes; the interpreter cuts to bf16 instead of rounding.
     """
     torch.manual_seed(0)
     pages = 320 // page_size + 2
     x = torch.randn(2, pages, page_size, 2, 32)
-    x[1] *= 10.0 ** torch.linspace(-3, 4, pages)[torch.randperm(pages)][:, None, None, None]
-    k, v = (fp8.quantize_pages(t) for t in x)
+    scales = pages if codes == torch.float8_e4m3fn else pages * page_size
+    x[1] *= 10.0 ** torch.linspace(-3, 4, scales)[torch.randperm(scales)].view(pages, -1, 1, 1)
+    k, v = (fp8.quantize_pages(t, dtype=codes) for t in x)
     q = torch.randn(1, 4, 32).to(dtype) * 30
     q[0, 1] *= 1e30 if dtype == BF16 else 1e2
     q[0, 2] *= 1e-38 if dtype == BF16 else 1e-7
-    expected = exact(k, v, q, 300)
-    errors = (paged_call(k, v, q, 300).double() - expected).abs().amax(-1) / expected.abs().amax(-1)
-    assert float(errors.max()) < limit
-
-
-@only_interpreted
-@pytest.mark.parametrize(("page_size", "dtype", "limit"), [(16, BF16, 2.0**-7), (128, FP16, 2.0**-10)])
-def test_interpreted_int8_scales_may_differ_from_token_to_token(
-    page_size: int, dtype: torch.dtype, limit: float
-) -> None:
-    torch.manual_seed(0)
-    pages = 320 // page_size + 2
-    x = torch.randn(2, pages, page_size, 2, 32)
-    x[1] *= 10.0 ** torch.linspace(-3, 4, pages * page_size)[torch.randperm(pages * page_size)].view(pages, -1, 1, 1)
-    k, v = (fp8.quantize_pages(t, dtype=torch.int8) for t in x)
-    q = torch.randn(1, 4, 32).to(dtype) * 30
     expected = exact(k, v, q, 300)
     errors = (paged_call(k, v, q, 300).double() - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert float(errors.max()) < limit
@@ -176,45 +162,31 @@ def test_interpreted_a_large_value_outside_the_window_changes_nothing(codes: tor
 
 
 @only_interpreted
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=pytest.mark.exhaustive)])
-def test_interpreted_scales_of_unread_tokens_change_nothing(page_size: int) -> None:
+def test_interpreted_nan_stays_where_it_is_read(page_size: int, codes: torch.dtype) -> None:
+    """e4m3 has it as a number and as the scale of a page, int8 as the scale of a token."""
     torch.manual_seed(0)
-    pages = 320 // page_size + 3
-    k, v = (fp8.quantize_pages(torch.randn(pages, page_size, 2, 32), dtype=torch.int8) for _ in range(2))
+    pages, is_int8 = 320 // page_size + 3, codes == torch.int8
+    k, v = (fp8.quantize_pages(torch.randn(pages, page_size, 2, 32), dtype=codes) for _ in range(2))
     q = torch.randn(1, 4, 32, dtype=BF16)
     clean = paged_call(k, v, q, 300)
     last = pages - -(-300 // page_size)
     for t in (k, v):
         t.scale[0] = torch.nan  # a page that the table does not name
-        t.scale[last, :, 300 % page_size :] = torch.nan  # slots past the end
+        behind = t.scale[last, :, 300 % page_size :] if is_int8 else t.data[last, 300 % page_size :]
+        behind.fill_(torch.nan)  # slots past the end
+    if not is_int8:
+        k.data[0] = v.data[0] = torch.nan
     assert torch.equal(paged_call(k, v, q, 300), clean)
-    for t in (k, v):
-        before = t.scale[pages - 1, 1, 5].clone()
-        t.scale[pages - 1, 1, 5] = torch.nan
+    for t in (k, v) if is_int8 else (k,):
+        place = t.scale[pages - 1, 1, 5] if is_int8 else t.data[pages - 1, 5, 1, 7]
+        before = place.clone()
+        place.fill_(torch.nan)
         broken = paged_call(k, v, q, 300)
         assert torch.equal(broken[:, :2], clean[:, :2])
         assert bool(broken[:, 2:].isnan().all())
-        t.scale[pages - 1, 1, 5] = before
-
-
-@only_interpreted
-@pytest.mark.parametrize("page_size", [16, pytest.param(128, marks=pytest.mark.exhaustive)])
-def test_interpreted_nan_stays_where_it_is_read(page_size: int) -> None:
-    torch.manual_seed(0)
-    pages = 320 // page_size + 3
-    k, v = (fp8.quantize_pages(torch.randn(pages, page_size, 2, 32)) for _ in range(2))
-    q = torch.randn(1, 4, 32, dtype=BF16)
-    clean = paged_call(k, v, q, 300)
-    last = pages - -(-300 // page_size)
-    for t in (k, v):
-        t.scale[0] = torch.nan  # a page that the table does not name
-        t.data[0] = torch.nan
-        t.data[last, 300 % page_size :] = torch.nan  # slots past the end
-    assert torch.equal(paged_call(k, v, q, 300), clean)
-    k.data[pages - 1, 5, 1, 7] = torch.nan
-    broken = paged_call(k, v, q, 300)
-    assert torch.equal(broken[:, :2], clean[:, :2])
-    assert bool(broken[:, 2:].isnan().all())
+        place.copy_(before)
 
 
 def evaluated(assembly: str, word: Any) -> dict[str, Any]:
@@ -313,21 +285,11 @@ def test_compiled_decoding_keeps_its_pipeline(device: str, page_size: int | None
     tile = call.arguments["BLOCK_N"] * 128 * (1 if codes else 2)
     assert compiled.metadata.shared >= 2 * (call.num_stages - 1) * tile
     assert compiled.metadata.shared <= spec.smem_bytes
-    registers, spilled = assembled(compiled.asm["ptx"])
+    registers, spilled = registers_of(assembled(compiled.asm["ptx"]))
     assert registers <= 255
     assert spilled <= (SPILL_LIMIT[codes] if call.max_registers else 0)
     assert not re.search(r"ld\.shared\S*\.[bu]8 ", compiled.asm["ptx"])
     assert ("cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"]) == (codes == "e4m3" and spec.has_fp8)
-
-
-def assembled(ptx: str) -> tuple[int, int]:
-    """(registers, bytes spilled) as ptxas says, whose log Triton keeps to itself."""
-    found = re.search(r"\.target (sm_\w+)", ptx)
-    assert found is not None
-    ptxas = releases.ptxas(int(found[1].removeprefix("sm_").rstrip("a")))
-    command = [ptxas, "-v", f"--gpu-name={found[1]}", "-", "-o", "/dev/null"]
-    log = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True).stderr
-    return int(re.findall(r"Used (\d+) registers", log)[0]), sum(map(int, re.findall(r"(\d+) bytes spill", log)))
 
 
 @pytest.fixture

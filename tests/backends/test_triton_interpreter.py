@@ -21,6 +21,7 @@ import torch
 
 import tilewise
 from interpreting import interpret
+from making import watched
 from tilewise import fp8
 from tilewise.masks import Band, TileGrid, TileKind
 
@@ -53,7 +54,6 @@ FILES = (
     str(HERE.with_name("test_triton_decode.py")),
     str(HERE.with_name("test_triton_prefix.py")),
     str(HERE.parents[1] / "kv" / "test_triton_serving.py"),
-    str(HERE.parents[1] / "kv" / "test_triton_rotated.py"),
 )
 
 
@@ -205,14 +205,7 @@ def test_joined_loops(flags: dict[str, Any], loads: str, monkeypatch: pytest.Mon
     Boxes as for wide heads: columns are padded by TMA, dP comes first, dK and dV have a kernel each.
     """
     driver = importlib.import_module("tilewise.backends.gpu.driver")
-    tiles: list[str] = []
-    plain = driver.materialised
-
-    def noted(argument: Any, tensors: Any) -> Any:
-        tiles.extend([argument.address.name] if isinstance(argument, symbols.Tile) else [])
-        return plain(argument, tensors)
-
-    monkeypatch.setattr(driver, "materialised", noted)
+    made = watched(monkeypatch, driver, "materialised")
     generator = torch.Generator().manual_seed(1)
     lengths = (37, 0, 5)
     dim = 12 if loads == "boxes" else 16
@@ -230,7 +223,8 @@ def test_joined_loops(flags: dict[str, Any], loads: str, monkeypatch: pytest.Mon
             out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)
             found.append(torch.autograd.grad(out, leaves, dout))
     # q and dout for dK and dV, whose statistics lie in the workspace, k and v for dQ
-    assert set(tiles) == (set() if loads == "pointers" else {"q", "dout", "k", "v", "workspace"})
+    tiles = {call.args[0].address.name for call in made if isinstance(call.args[0], symbols.Tile)}
+    assert tiles == (set() if loads == "pointers" else {"q", "dout", "k", "v", "workspace"})
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
 
@@ -252,14 +246,7 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
     torch.manual_seed(0)
     launch = importlib.import_module("tilewise.backends.triton.launch")
     monkeypatch.setattr(launch, "MAX_GRID_SIDE", most_programs)
-    plain: Any = launch.box_descriptors
-    made: list[dict[str, Any]] = []
-
-    def noted(*arguments: Any) -> dict[str, Any]:
-        made.append(plain(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(launch, "box_descriptors", noted)
+    made = watched(monkeypatch, launch, "box_descriptors")
     q, k, v = torch.randn(2, 2, 37, 16), torch.randn(2, 1, 53, 16), torch.randn(2, 1, 53, 16)
     starts = torch.tensor([0, 5, 5, 38, 55], dtype=torch.int32)
     row_q, row_k, row_v = (torch.randn(58, 4, 16) for _ in range(3))
@@ -281,7 +268,7 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
     want = tilewise.attention_varlen(row_q, row_k, row_v, starts, starts, causal=causal, backend="reference")
     torch.testing.assert_close(packed[:38].double(), want[:38], rtol=0, atol=2e-6)
     assert not packed[55:].any()
-    assert [made_here["q_desc"] is not None for made_here in made] == [True] * 4  # and not by pointers
+    assert [call.result["q_desc"] is not None for call in made] == [True] * 4  # and not by pointers
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
@@ -301,15 +288,7 @@ def test_derivatives_in_boxes(flags: dict[str, Any], packed: bool, monkeypatch: 
     """
     torch.manual_seed(0)
     higher = importlib.import_module("tilewise.backends.triton.launch_higher")
-    plain: Any = higher.box_descriptors
-    boxed: list[bool] = []
-
-    def noted(*arguments: Any) -> dict[str, Any]:
-        made: dict[str, Any] = plain(*arguments)
-        boxed.append(made["q_desc"] is not None)
-        return made
-
-    monkeypatch.setattr(higher, "box_descriptors", noted)
+    made = watched(monkeypatch, higher, "box_descriptors")
     lengths, pad = (37, 0, 21), 3 * packed
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     shapes: list[tuple[int, ...]] = [(2, 4, 37, 16), (2, 2, 29, 16), (2, 2, 29, 16)]
@@ -336,7 +315,7 @@ def test_derivatives_in_boxes(flags: dict[str, Any], packed: bool, monkeypatch: 
         found.append([t[: sum(lengths)] if packed else t for t in second])
         if packed:
             assert not any(t[sum(lengths) :].any() for t in second)
-    assert boxed == [True] * 3  # tangents, dK and dV, dQ
+    assert [call.result["q_desc"] is not None for call in made] == [True] * 3  # tangents, dK and dV, dQ
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours.double(), wanted, atol=2e-5, rtol=2e-5)
 

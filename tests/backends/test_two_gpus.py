@@ -6,7 +6,6 @@ one of them and found for the other shows: the driver takes no kernel that was l
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fake_cuda import FakeCuda, fake_cuda
-from fake_gpus import FakeGpus, placed
-from tilewise import device as devices
+from fake_gpus import FakeGpus, nothing_prepared, placed
 from tilewise import validation
 from tilewise.backends.gpu import compilation
 from tilewise.backends.hopper import BACKEND as HOPPER
@@ -29,14 +27,6 @@ pytest.importorskip("triton", minversion="3.6")
 pytestmark = pytest.mark.slow
 counters = pytest.importorskip("tilewise.backends.gpu.counters")
 BF16 = torch.bfloat16
-CACHES = {
-    "gpu.compilation": ("_compiled",),
-    "gpu.launching": ("_order",),
-    "triton.launch": ("_kept_forward", "_kept_backward"),
-    "triton.prefix": ("prefix_pass",),
-    "gpu.counters": ("counters_of",),
-    "hopper.launch": ("forward_pass", "backward_pass", "decode_pass"),
-}
 # Kernels of a call: forward, backward (statistics, dK and dV, dQ) and decoding, whose parts Triton merges in a second.
 KERNELS = {"forward": (1, 1), "backward": (3, 3), "decode": (2, 1)}
 
@@ -44,13 +34,6 @@ KERNELS = {"forward": (1, 1), "backward": (3, 3), "decode": (2, 1)}
 @pytest.fixture(params=["streams of their own", "default streams"])
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fake_cuda: FakeCuda) -> Iterator[FakeGpus]:
     """Two H200s, nothing prepared, the first one current. The handle of the default stream is 0 on both."""
-    caches = [
-        getattr(importlib.import_module(f"tilewise.backends.{module}"), name)
-        for module, names in CACHES.items()
-        for name in names
-    ]
-    for cache in caches:
-        cache.cache_clear()
     found = FakeGpus(fake_cuda, monkeypatch)
     if request.param == "default streams":
         found.streams |= {0: 0, 1: 0}
@@ -59,11 +42,9 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fake_c
     zeros = lambda of, n: placed(torch.zeros(n, dtype=torch.int32), of.device.index)  # noqa: E731
     monkeypatch.setattr(counters.Counters, "_zeros", zeros)
     fake_cuda.exchange_device(0)
-    with devices.overridden(devices.named("h200")):
+    with nothing_prepared():
         yield found
     fake_cuda.exchange_device(0)
-    for cache in caches:
-        cache.cache_clear()
 
 
 def calls_at(gpu: Any, kind: str, memory: list[Tensor], index: int) -> list[Callable[[], list[Tensor]]]:

@@ -31,6 +31,11 @@ def rows_of(value: float, rows: int, dtype: torch.dtype = torch.float32) -> torc
     return torch.full((1, 1, 1, 16), value, dtype=dtype).expand(1, 1, rows, 16)
 
 
+def assert_sees(out: torch.Tensor, lse: torch.Tensor, expected: float) -> None:
+    torch.testing.assert_close(lse, torch.full_like(lse, expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out, torch.ones_like(out))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slope", [0.0, SLOPE], ids=["window", "alibi"])
 @pytest.mark.parametrize("keys", LENGTHS)
@@ -41,8 +46,7 @@ def test_windows_and_alibi_at_the_end_of_many_keys(keys: int, slope: float, dtyp
     k, v = rows_of(0.5, keys, dtype), rows_of(1.0, keys, dtype)
     window = (LEFT, 0)
     out, lse = tw.attention(q, k, v, window=window, alibi_slopes=slopes, return_lse=True, backend="cpu")
-    torch.testing.assert_close(lse, torch.full_like(lse, expected), atol=1e-5, rtol=0)
-    torch.testing.assert_close(out, torch.ones_like(out))
+    assert_sees(out, lse, expected)
     # All keys are 0.5, so dq is the sum of a row's probabilities times half the scale.
     lse.sum().backward()
     assert q.grad is not None
@@ -69,8 +73,7 @@ def test_decoding_with_alibi_behind_many_keys(rows: int) -> None:
     slopes = torch.tensor([SLOPE])
     q = torch.zeros(1, 1, rows, 16)
     out, lse = tw.attention(q, k, v, window=(LEFT, 0), alibi_slopes=slopes, return_lse=True, backend="cpu")
-    torch.testing.assert_close(lse, torch.full_like(lse, OF_ALIBI), atol=1e-5, rtol=0)
-    torch.testing.assert_close(out, torch.ones_like(out))
+    assert_sees(out, lse, OF_ALIBI)
 
 
 @pytest.mark.parametrize("kind", ["varlen", "paged"])
@@ -88,8 +91,7 @@ def test_packed_and_paged_sequences_of_many_keys(kind: str) -> None:
         k, v = (rows_of(x, keys)[0].transpose(0, 1)[None] for x in (0.0, 1.0))
         table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
         out, lse = tw.attention_paged(q, k, v, table, lengths, cu_seqlens_q=cuts, **flags)
-    torch.testing.assert_close(lse, torch.full_like(lse, OF_ALIBI), atol=1e-5, rtol=0)
-    torch.testing.assert_close(out, torch.ones_like(out))
+    assert_sees(out, lse, OF_ALIBI)
 
 
 def test_longer_sequences_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,8 +16,6 @@ from tilewise.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from tilewise.backends.gpu.symbols import KernelCall
-
-__all__ = ["CASES", "EVERYWHERE", "Case", "calls_of", "places", "problem_of"]
 
 EVERYWHERE = ("h200", "a100", "l40s", "b200", "rtx5090")
 WIDTHS = (64, 128, 256, 512)
@@ -145,3 +145,20 @@ def calls_of(device: str, name: str, head_dim: int) -> list[KernelCall]:
         problem = replace(problem, needs_grad=False)
     assert BACKEND.supports(problem, spec) is None
     return launch.calls_of(problem, spec)
+
+
+def assembled(ptx: str) -> str:
+    """The log of ptxas, which Triton keeps to itself."""
+    from tilewise.backends.gpu import releases
+
+    found = re.search(r"\.target (sm_\w+)", ptx)
+    assert found is not None
+    capability = int(found[1].removeprefix("sm_").rstrip("a"))
+    command = [releases.ptxas(capability), "-v", f"--gpu-name={found[1]}", "-", "-o", "/dev/null"]
+    done = subprocess.run(command, input=ptx, capture_output=True, text=True, check=True)
+    return done.stderr + done.stdout
+
+
+def registers_of(log: str) -> tuple[int, int]:
+    """(registers, bytes spilled) as ptxas says."""
+    return int(re.findall(r"Used (\d+) registers", log)[0]), sum(map(int, re.findall(r"(\d+) bytes spill", log)))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from outcomes import outcomes_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -212,20 +213,15 @@ def what_does_not_fit(mesh: DeviceMesh) -> None:
     says("multiple of 2 heads", InvalidProblem, lambda: tw.attention(even, single, single))
 
 
+def checks(world: int) -> Iterator[tuple[str, Callable[[], None]]]:
+    mesh = init_device_mesh("cpu", (world,))
+    for name, function in CHECKS.items():
+        yield name, functools.partial(function, mesh)
+
+
 def main(report: Path, place: str, rank: int, world: int) -> None:
     """Run the checks, of which rank 0 writes the report."""
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
-    found = {}
-    for name, function in CHECKS.items():
-        try:
-            function(mesh)
-            outcome = "ok"
-        except Exception:
-            outcome = traceback.format_exc()[-2500:]
-        everybody: list[Any] = [None] * world
-        dist.all_gather_object(everybody, outcome)
-        found[name] = next((o for o in everybody if o != "ok"), "ok")
+    outcomes = outcomes_of(checks(world), place, rank, world)
     if rank == 0:
-        report.write_text(json.dumps(found))
+        report.write_text(json.dumps(outcomes))
     dist.destroy_process_group()

@@ -11,18 +11,8 @@ from typer.testing import CliRunner
 
 from tilewise import InvalidProblem
 from tilewise.cli import build_app
-from tilewise.distributed.scaling import (
-    LINKS,
-    METHODS,
-    Link,
-    Rates,
-    Scenario,
-    best_method,
-    compare,
-    forecast,
-    link_between,
-    predict,
-)
+from tilewise.distributed import scaling
+from tilewise.distributed.scaling import LINKS, METHODS, Link, Rates, Scenario
 
 H200 = Rates.of_device("h200")
 MILLION = Scenario(world=64, seqlen=1 << 20, causal=True)
@@ -32,7 +22,7 @@ def test_a_million_tokens_over_64_gpus_is_above_nine_tenths_of_ideal() -> None:
     """Published zigzag rings reach 85 % forward on 8 GPUs; transfers behind computing leave merges and launches."""
     for world in (8, 64):
         scenario = dataclasses.replace(MILLION, world=world)
-        predicted = predict(scenario, H200, link_between("h200", world))
+        predicted = scaling.predict(scenario, H200, scaling.link_between("h200", world))
         assert predicted.forward.efficiency > 0.9
         assert predicted.backward.efficiency > 0.9
         assert predicted.forward.hidden > 10 * predicted.forward.exposed
@@ -43,7 +33,9 @@ def test_a_million_tokens_over_64_gpus_is_above_nine_tenths_of_ideal() -> None:
 def test_time_is_never_below_ideal_and_falls_with_the_link(method: str, backward: bool) -> None:
     times = []
     for bandwidth in (1e9, 1e10, 1e11, 1e15):
-        predicted = predict(dataclasses.replace(MILLION, world=16), H200, Link("any", bandwidth, 1.0, 0.0), method)
+        predicted = scaling.predict(
+            dataclasses.replace(MILLION, world=16), H200, Link("any", bandwidth, 1.0, 0.0), method
+        )
         one = predicted.backward if backward else predicted.forward
         assert one.seconds == pytest.approx(one.compute + one.exposed)
         assert 0.0 < one.efficiency <= 1.0
@@ -54,36 +46,25 @@ def test_time_is_never_below_ideal_and_falls_with_the_link(method: str, backward
 
 def test_auto_takes_what_the_model_finds_fastest() -> None:
     def best(world: int, rows: int, device: str = "h200") -> str:
-        return best_method(world, 32, 8, rows, 128, causal=True, device=device, itemsize=2)
+        return scaling.best_method(world, 32, 8, rows, 128, causal=True, device=device, itemsize=2)
 
     assert best(1, 4096) == "ring"
     # More ranks than heads: heads is out of the question.
     assert best(64, 16384) == "ring"
     assert best(8, 1024) == "heads"
     scenario = Scenario(8, 8 * 1024, causal=True)
-    assert best(8, 1024) == compare(scenario, H200, link_between("h200", 8))[0].method
+    assert best(8, 1024) == scaling.compare(scenario, H200, scaling.link_between("h200", 8))[0].method
 
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(InvalidProblem, match="link"):
-        link_between("h200", 2, "string")
+        scaling.link_between("h200", 2, "string")
     with pytest.raises(InvalidProblem, match="method"):
-        predict(MILLION, H200, LINKS["nvlink4"], "star")
+        scaling.predict(MILLION, H200, LINKS["nvlink4"], "star")
 
 
 def test_the_command_prints_the_forecast() -> None:
-    arguments = [
-        "explain",
-        "--context-parallel",
-        "64",
-        "--seqlen",
-        "1M",
-        "--heads",
-        "32",
-        "--kv-heads",
-        "8",
-        "--causal",
-    ]
+    arguments = ["explain", "--context-parallel=64", "--seqlen=1M", "--heads=32", "--kv-heads=8", "--causal"]
     shown = CliRunner().invoke(build_app(), arguments)
     assert shown.exit_code == 0, shown.output
     assert "1048576 tokens x 1 over 64 ranks, 16384 tokens each" in shown.output
@@ -92,7 +73,7 @@ def test_the_command_prints_the_forecast() -> None:
     plain = json.loads(CliRunner().invoke(build_app(), [*arguments, "--link", "ethernet-25g", "--json"]).output)
     assert plain["best"] in METHODS
     assert plain["predictions"][0]["forward"]["exposed"] > 0
-    own = forecast(MILLION, link="ethernet-25g", dtype=torch.bfloat16).to_dict()
+    own = scaling.forecast(MILLION, link="ethernet-25g", dtype=torch.bfloat16).to_dict()
     assert plain == json.loads(json.dumps(own))
 
 

@@ -11,8 +11,6 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tilewise.explorer import chapter_names, exported_page
-from tilewise.simulator import Workload, counts_after_each, schedule
-from tilewise.simulator.events import Algorithm, Trace
 
 # One browser for all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
@@ -100,6 +98,9 @@ def test_the_whole_tour_by_keyboard(open_page: Any, exported: Path, mode: str) -
         assert numbers(agreed.rstrip("."))[-1] < 1e-12
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
         page.locator(".scene svg").wait_for()
+        # What a screen reader is told is what the picture says.
+        for shown in svg_text(page, ".traffic"):
+            assert numbers(page.locator(".scene svg").get_attribute("aria-label") or "")[-2:] == numbers(shown)[:2]
         assert page.locator(".scene svg").bounding_box() is not None
         if mode == "print":
             page.emulate_media(media="print")
@@ -137,57 +138,6 @@ def test_back_stays_in_the_page_and_keeps_the_step(open_page: Any) -> None:
     page.go_back()
     expect(page.locator("article")).to_have_attribute("data-chapter", "fa1")
     expect(page.locator(".step-counter")).to_have_text("step 5 of 27")
-
-
-# --- what captions say
-
-
-def counted(trace: Trace, stops: int) -> tuple[int, int]:
-    """Reads and writes after so many stops: the page's stops are steps and passes over rows."""
-    done, last = 0, -1
-    place: tuple[object, ...] | None = None
-    for index, event in enumerate(trace.events):
-        here = (event.phase, event.m_block, event.n_block, event.part)
-        alone = event.phase in ("delta", "round", "merge")
-        is_stop = alone or (None not in here[1:3] and event.phase not in ("setup", "finish", "skip"))
-        if is_stop and here != place:
-            done += 1
-        if done > stops:
-            break
-        leads = event.phase in ("setup", "skip") or (not is_stop and event.phase != "finish" and event.kind != "free")
-        if done == stops and leads and trace.algorithm != "naive":
-            break
-        place, last = here, index
-    if stops == 0 or last < 0:
-        return 0, 0
-    traffic = list(counts_after_each(trace))[last].traffic
-    return traffic.reads, traffic.writes
-
-
-FULL = Workload(6, 6, 2, 2, block_m=2, block_n=2)
-PICTURES: tuple[tuple[str, Algorithm, Workload], ...] = (
-    ("fa1", "fa1", FULL),
-    ("fa2", "fa2", FULL),
-    ("fa2?block=3", "fa2", Workload(6, 6, 2, 2, block_m=3, block_n=3)),
-    ("causal", "fa2", Workload(8, 8, 2, 2, block_m=2, block_n=2, right=0)),
-    ("recompute", "backward", FULL),
-    ("tiled-matmul", "matmul", Workload(4, 4, 4, 4, block_m=2, block_n=2, block_k=2)),
-    ("tiled-matmul?how=naive", "matmul_naive", Workload(4, 4, 4, 4, block_m=2, block_n=2, block_k=2)),
-)
-
-
-def test_pictures_count_what_the_simulator_counts(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("", base=exported.as_uri())
-    for place, algorithm, work in PICTURES:
-        go(page, place)
-        trace = schedule(algorithm, work)
-        for at in (0, 1, 2, 3, 7, steps(page)):
-            seek(page, at)
-            shown = [int(n) for n in numbers(svg_text(page, ".traffic")[0])[:2]]
-            assert tuple(shown) == counted(trace, at), (place, at)
-            # What a screen reader is told is what the picture says.
-            spoken = numbers(page.locator(".scene svg").get_attribute("aria-label") or "")
-            assert spoken[-2:] == shown, (place, at)
 
 
 # --- the picture moves, and fits
@@ -248,7 +198,17 @@ def test_hovering_a_cell_explains_its_score(open_page: Any, exported: Path) -> N
     expect(page.locator(".tip")).to_contain_text("q·k =")
 
 
-def test_the_active_line_is_lit(open_page: Any, exported: Path) -> None:
+# --- words
+
+
+# Letters of the text itself: named where they stand, or ordinary words.
+OWN = {"a", "e", "s", "t", "x", "A", "B", "C"}
+SYMBOL = re.compile(r"(?<![\w^])(?:[A-Za-z]|d[A-Z]|lse|HBM|SRAM|TMA|FP8|KV cache)(?![\w])")
+
+
+def test_every_chapter_lights_its_lines_explains_its_symbols_and_answers_its_questions(
+    open_page: Any, exported: Path
+) -> None:
     page: Page = open_page("", base=exported.as_uri())
     for name in TOUR:
         go(page, name)
@@ -256,42 +216,18 @@ def test_the_active_line_is_lit(open_page: Any, exported: Path) -> None:
         assert all(found[1:]), name
         lit = set(itertools.chain(*found))
         assert len(lit) >= 3 or name == "tiled-matmul", (name, lit)
-
-
-# --- words
-
-
-def test_every_symbol_is_explained_in_its_chapter(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("", base=exported.as_uri())
-    # Letters of the text itself: named where they stand, or ordinary words.
-    own = {"a", "e", "s", "t", "x", "A", "B", "C"}
-    for name in TOUR:
-        go(page, name)
-        text = page.locator(".chapter-text").inner_text()
-        symbols = set(re.findall(r"(?<![\w^])(?:[A-Za-z]|d[A-Z]|lse|HBM|SRAM|TMA|FP8|KV cache)(?![\w])", text)) - own
-        explained = set(
-            page.locator(".chapter-text .explained").evaluate_all("all => all.map((one) => one.firstChild.data)")
-        )
-        assert symbols <= explained, (name, symbols - explained)
-    first = page.locator(".chapter-text .explained").first
-    first.focus()
-    expect(page.locator(".tip")).to_be_visible()
-
-
-def test_questions_are_answered_when_asked(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("", base=exported.as_uri())
-    asked = 0
-    for name in TOUR:
-        go(page, name)
+        symbols = set(SYMBOL.findall(page.locator(".chapter-text").inner_text())) - OWN
+        words = page.locator(".chapter-text .explained").evaluate_all("all => all.map((one) => one.firstChild.data)")
+        assert symbols <= set(words), (name, symbols - set(words))
         boxes = page.locator(".question").all()
-        asked += len(boxes)
         assert boxes, name
         for box in boxes:
             expect(box.locator(".answer-text")).to_be_hidden()
             box.locator("input").first.check()
             box.get_by_role("button").click()
             expect(box.locator(".answer-text")).to_have_text(re.compile(r"^(Right|Not quite)\. .{30,}"))
-    assert asked >= 12
+    page.locator(".chapter-text .explained").first.focus()
+    expect(page.locator(".tip")).to_be_visible()
 
 
 def test_the_teachers_page_has_every_chapter_and_prints(open_page: Any, exported: Path) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from tilewise.cli import build_app
+from making import invoke
 from tilewise.errors import InvalidProblem
 from tilewise.explorer import ExplorerServer
 from tilewise.explorer.page import assets
@@ -126,22 +125,11 @@ def test_every_file_of_the_page_is_served(server: ExplorerServer) -> None:
             assert reply.body.decode() == text
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/../page.py",
-        "/js/../../page.py",
-        "/js/..%2f..%2fpage.py",
-        "/%2e%2e/page.py",
-        "//etc/passwd",
-        "/etc/passwd",
-        "/js/",
-        "/js",
-        "/nothing.js",
-        "/index.html/",
-        "/js/main.js%00.html",
-    ],
-)
+OUTSIDE = ["/../page.py", "/js/../../page.py", "/js/..%2f..%2fpage.py", "/%2e%2e/page.py", "//etc/passwd"]
+OUTSIDE += ["/etc/passwd", "/js/", "/js", "/nothing.js", "/index.html/", "/js/main.js%00.html"]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
 def test_nothing_outside_its_folder(server: ExplorerServer, path: str) -> None:
     assert ask(server, "GET", path).status == 404
 
@@ -242,24 +230,20 @@ def test_the_exported_page_is_one_small_file_without_outside_addresses(exported:
 # --- the command
 
 
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(build_app(), ["explore", *arguments])
-
-
 def test_export_writes_a_page_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilewise.cli.explore.exported_page", lambda _chapter: "<!doctype html> µ")
     target = tmp_path / "new" / "page.html"
-    result = invoke("--export", str(target))
+    result = invoke("explore", "--export", str(target))
     assert result.exit_code == 0, result.output
     assert "needs no server" in result.stdout
     assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
-    answer = json.loads(invoke("--export", str(target), "--json").stdout)
+    answer = json.loads(invoke("explore", "--export", str(target), "--json").stdout)
     assert answer == {"file": str(target), "bytes": target.stat().st_size}
 
 
 def test_a_chapter_is_exported_alone(tmp_path: Path) -> None:
     target = tmp_path / "chapter.html"
-    result = invoke("--export", str(target), "--chapter", "online-softmax")
+    result = invoke("explore", "--export", str(target), "--chapter", "online-softmax")
     assert result.exit_code == 0, result.output
     text = target.read_text(encoding="utf-8")
     data = json.loads(re.findall(r'id="tilewise-data">(.*?)</script>', text, re.DOTALL)[0])
@@ -268,7 +252,7 @@ def test_a_chapter_is_exported_alone(tmp_path: Path) -> None:
 
 
 def test_an_unknown_chapter_is_named_with_the_known_ones() -> None:
-    result = invoke("--chapter", "softmax-online", "--no-browser")
+    result = invoke("explore", "--chapter", "softmax-online", "--no-browser")
     assert result.exit_code == 2
     assert "--chapter: expected one of" in result.stderr
     assert "online-softmax" in result.stderr
@@ -277,14 +261,14 @@ def test_an_unknown_chapter_is_named_with_the_known_ones() -> None:
 @pytest.mark.parametrize("name", ["page.txt", "page", "file/page.html"])
 def test_an_export_that_cannot_be_is_one_line(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
-    result = invoke("--export", str(tmp_path / name))
+    result = invoke("explore", "--export", str(tmp_path / name))
     assert result.exit_code == 2
     assert "export: expected" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_taken_port_is_one_line(server: ExplorerServer) -> None:
-    result = invoke("--no-browser", "--port", str(server.port))
+    result = invoke("explore", "--no-browser", "--port", str(server.port))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: port: expected one that is free")
 

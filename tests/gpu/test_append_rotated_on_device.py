@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import NoWaiting
 from tilewise import settings
 from tilewise.kv import append_rotated, rotary_table
 
@@ -151,7 +150,7 @@ def test_positions_past_the_table_are_nan_and_refused_where_values_are_checked()
         append_rotated(**given)
 
 
-def test_in_a_graph_without_waiting(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
+def test_in_a_graph_without_waiting(no_waiting: NoWaiting) -> None:
     given = inputs(64, 32, 8, 128, 128, 128, BF16)
     out = torch.empty_like(given["q"])
     append_rotated(**given, out=out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,20 +16,15 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import cascade, fp8
+from making import NoWaiting, prefix_of_all
+from making import cuda_int32 as int32
+from making import cuda_randn as randn
+from tilewise import fp8
 
-pytestmark = pytest.mark.hopper
+pytestmark = [pytest.mark.hopper, pytest.mark.usefixtures("always_cascade")]
 
 BATCH, PAGE, PAGES, SHARED_PAGES = 4, 64, 20, 12
 Attend = Callable[[Tensor], Any]
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-
-def int32(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
 
 
 def prompts() -> tuple[Tensor, Attend]:
@@ -77,31 +72,22 @@ def e4m3_pages() -> tuple[Tensor, Attend]:
 
 def shared_pages() -> tuple[Tensor, Attend]:
     q, k, v, table, lengths = _pages()
-    shared = SHARED_PAGES * PAGE
-    prefix = cascade.SharedPrefix(
-        groups=(cascade.Group(BATCH, BATCH, shared),),
-        block_table=table[:1, :SHARED_PAGES].contiguous(),
-        seqlens_k=int32(shared),
-        cu_seqlens_q=int32(0, BATCH),
-        rows=None,
-        own_table=table[:, SHARED_PAGES:].contiguous(),
-        own_seqlens=lengths - shared,
-    )
+    prefix = prefix_of_all(table, lengths, SHARED_PAGES * PAGE, PAGE)
     return q, lambda q: tw.attention_paged(q, k, v, table, lengths, shared_prefix=prefix)
 
 
-KINDS = [prompts, e4m3_prompts, packed_prompts, rows, pages, e4m3_pages, shared_pages]
+def masked() -> tuple[Tensor, Attend]:
+    k, v = randn(2, 4, 1000, 128), randn(2, 4, 1000, 128)
+    mask = tw.TileMask.documents(torch.arange(1000, device="cuda") // 130)
+    return randn(2, 4, 1000, 128), lambda q: tw.attention(q, k, v, mask=mask)
+
+
+KINDS = [prompts, e4m3_prompts, packed_prompts, rows, pages, e4m3_pages, shared_pages, masked]
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 
 
-@pytest.fixture(autouse=True)
-def always_cascade(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any size."""
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
-
-
 @every_kind
-def test_a_call_does_not_wait_for_the_device(kind: Any, no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
+def test_a_call_does_not_wait_for_the_device(kind: Any, no_waiting: NoWaiting) -> None:
     q, attend = kind()
     attend(q)
     with no_waiting(), torch.inference_mode():
@@ -142,21 +128,15 @@ def test_streams_and_threads(kind: Any) -> None:
     wanted = [attend(tensor).clone() for tensor in inputs]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(4)]
-    wrong: list[int] = []
 
-    def work(number: int) -> None:
+    def work(number: int) -> bool:
         with torch.cuda.stream(streams[number % 4]):
             found = [attend(inputs[number]) for _ in range(30)]
             streams[number % 4].synchronize()
-            if not all(torch.equal(one, wanted[number]) for one in found):
-                wrong.append(number)
+            return all(torch.equal(one, wanted[number]) for one in found)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
 
 
 # Importing inductor is enough for torch 2.11 to warn about its own use of TorchScript.

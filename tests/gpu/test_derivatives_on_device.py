@@ -101,8 +101,3 @@ def test_memory_is_linear_in_sequence_length() -> None:
     torch.cuda.reset_peak_memory_stats()
     torch.autograd.grad(first, leaves, tangents)
     assert torch.cuda.max_memory_allocated() - before < 24 * tensor
-
-
-def test_auto_leaves_them_to_triton() -> None:
-    q = torch.randn(1, 2, 128, 64, device="cuda", dtype=BF16, requires_grad=True)
-    assert tw.explain(q, q, q).higher.backend == "triton"

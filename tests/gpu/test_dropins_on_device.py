@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import tilewise as tw
 from making import int32
-from operators import Operators
+from operators import Operators, activated, needs_registry
 from tilewise import fp8
 from tilewise.integrations import flash_attn, flash_attn_interface, sdpa
 from tilewise.nn import CausalSelfAttention, MultiheadAttention
@@ -126,12 +126,9 @@ def test_caches_are_read_and_written_in_place(name: str, module: Any) -> None:
 
 
 OUTSIDE: dict[str, tuple[dict[str, Any], str]] = {
-    "a page too high": ({"block_table": torch.tensor([[1, 3], [5, 12]])}, "block_table: expected positions below 48"),
-    "a page far away": (
-        {"block_table": torch.tensor([[1, 3], [5, 2**30]])},
-        "block_table: expected positions below 48",
-    ),
-    "a page below 0": ({"block_table": torch.tensor([[1, -1], [5, 0]])}, "block_table: expected positions below 48"),
+    "a page too high": ({"block_table": int32([1, 3], [5, 12])}, "block_table: expected positions below 48"),
+    "a page far away": ({"block_table": int32([1, 3], [5, 2**30])}, "block_table: expected positions below 48"),
+    "a page below 0": ({"block_table": int32([1, -1], [5, 0])}, "block_table: expected positions below 48"),
     "a length too high": ({"cache_seqlens": int32(6, 8)}, "cache_seqlens: expected positions below 8"),
     "a short table of angles": (
         {"rotary_cos": ROTARY["rotary_cos"][:6], "rotary_sin": ROTARY["rotary_sin"][:6]},
@@ -144,8 +141,7 @@ OUTSIDE: dict[str, tuple[dict[str, Any], str]] = {
 def test_pages_that_do_not_exist_are_named_before_rows_are_scattered(name: str) -> None:
     """A device assert would end the CUDA context, and with it all tests after this one."""
     change, message = OUTSIDE[name]
-    flags = {**FRESH, "cache_seqlens": int32(5, 4), "block_table": torch.tensor([[1, 3], [5, 0]]), **change}
-    flags["block_table"] = flags["block_table"].int()
+    flags = {**FRESH, "cache_seqlens": int32(5, 4), "block_table": int32([1, 3], [5, 0]), **change}
     k_cache, v_cache = (CACHE.reshape(12, 4, 2, 8).cuda() for _ in range(2))
     with pytest.raises(tw.InvalidProblem, match=message):
         flash_attn.flash_attn_with_kvcache(randn(2, 1, 4, 8).cuda(), k_cache, v_cache, **on("cuda", flags))
@@ -154,14 +150,15 @@ def test_pages_that_do_not_exist_are_named_before_rows_are_scattered(name: str) 
     assert torch.equal(v_cache.cpu(), CACHE.reshape(12, 4, 2, 8))
 
 
-def test_a_captured_step_with_pages_writes_what_an_eager_one_does() -> None:
-    q, new = randn(2, 1, 4, 8).cuda(), randn(2, 1, 2, 8, seed=1).cuda()
-    table, lengths = torch.tensor([[1, 3], [5, 0]], dtype=torch.int32).cuda(), int32(5, 4).cuda()
-    k_cache, v_cache = (CACHE.reshape(12, 4, 2, 8).cuda() for _ in range(2))
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_captured_step_writes_what_an_eager_one_does(paged: bool) -> None:
+    q, new, lengths = randn(2, 1, 4, 8).cuda(), randn(2, 1, 2, 8, seed=1).cuda(), int32(5, 4).cuda()
+    k_cache, v_cache = ((CACHE.reshape(12, 4, 2, 8) if paged else CACHE[:2]).clone().cuda() for _ in range(2))
+    options: Any = {"block_table": int32([1, 3], [5, 0]).cuda()} if paged else {}
 
     def step() -> Any:
         return flash_attn.flash_attn_with_kvcache(
-            q, k_cache, v_cache, new, new, cache_seqlens=lengths, block_table=table, causal=True
+            q, k_cache, v_cache, new, new, cache_seqlens=lengths, causal=True, **options
         )
 
     step()
@@ -225,7 +222,7 @@ def test_dropout_follows_the_seed() -> None:
     assert (mine[2] < 0).any()
 
 
-@pytest.mark.skipif(not hasattr(torch_attention, "register_flash_attention_impl"), reason="this torch has no registry")
+@needs_registry
 @pytest.mark.parametrize("lengths", [(96, 96), (40, 96), (96, 40)], ids=str)
 def test_torchs_flash_kernels_are_replaced_on_cuda(lengths: tuple[int, int]) -> None:
     q, k, v = (
@@ -241,12 +238,8 @@ def test_torchs_flash_kernels_are_replaced_on_cuda(lengths: tuple[int, int]) -> 
         return results
 
     before = run()
-    sdpa.register()
-    torch_attention.activate_flash_attention_impl("tilewise")
-    try:
+    with activated():
         active = run()
-    finally:
-        torch_attention.restore_flash_attention_impl()
     for a, b in zip(active, before, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)
         assert a.stride() == b.stride()
@@ -255,7 +248,7 @@ def test_torchs_flash_kernels_are_replaced_on_cuda(lengths: tuple[int, int]) -> 
 
 # Torch warns that rows without a key are NaN; here they are 0.
 @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs:UserWarning")
-@pytest.mark.skipif(not hasattr(torch_attention, "register_flash_attention_impl"), reason="this torch has no registry")
+@needs_registry
 @pytest.mark.parametrize("lengths", [(64, 200), (200, 64), (96, 96)], ids=str)
 def test_causal_alignment_with_torchs_flash_kernels_replaced(lengths: tuple[int, int]) -> None:
     """The kernels align causal with the bottom-right corner, SDPA with the top-left one."""
@@ -273,15 +266,11 @@ def test_causal_alignment_with_torchs_flash_kernels_replaced(lengths: tuple[int,
         out = function(q, k, v, **flags)
         return [out.detach(), *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
 
-    sdpa.register()
     for diagonal, flags in calls:
         mask = torch.ones(lengths, dtype=torch.bool, device="cuda").tril(diagonal)
         expected = run(sdpa.scaled_dot_product_attention, attn_mask=mask)
-        torch_attention.activate_flash_attention_impl("tilewise")
-        try:
+        with activated():
             active = run(F.scaled_dot_product_attention, **flags)
-        finally:
-            torch_attention.restore_flash_attention_impl()
         for found in (active, run(sdpa.scaled_dot_product_attention, **flags)):
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b, atol=2e-2, rtol=1e-2)

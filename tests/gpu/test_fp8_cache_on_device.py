@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -11,9 +9,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import NoWaiting
+from quantised_rows import check_e4m3, check_int8
 from tilewise.fp8 import Fp8Tensor
 from tilewise.integrations.flash_attn_interface import flash_attn_with_kvcache
-from tilewise.kv.quantised import append_quantised, new_scales, write_quantised
+from tilewise.kv.quantised import append_quantised
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV_HEADS, DIM, DIM_V = 8, 2, 64, 40
@@ -22,49 +22,13 @@ HEADS, KV_HEADS, DIM, DIM_V = 8, 2, 64, 40
 @pytest.mark.parametrize("count", [64, 5000])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_the_bits_of_int8_are_those_of_the_cpu(dtype: torch.dtype, count: int) -> None:
-    torch.manual_seed(0)
-    num_pages, page_size = count // 8, 16
-    slots = torch.randperm(num_pages * page_size)[:count]
-    slots[::7] = -1
-    rows = [torch.randn(count, KV_HEADS, d) * 10.0 ** torch.linspace(-4, 4, count)[:, None, None] for d in (DIM, DIM_V)]
-    rows[0][1, 0, 3], rows[1][2, 1, 7], rows[1][3] = torch.nan, torch.inf, 0.0
-    found = []
-    for device in ("cpu", "cuda"):
-        pages = [torch.zeros(num_pages, page_size, KV_HEADS, d, dtype=torch.int8, device=device) for d in (DIM, DIM_V)]
-        scales = [new_scales(1, num_pages, KV_HEADS, torch.device(device), page_size)[0] for _ in pages]
-        k, v = (r.to(device, dtype) for r in rows)
-        append_quantised((k, v), (pages[0], pages[1]), (scales[0], scales[1]), slots.to(device))
-        found.append([t.cpu() for t in (*pages, *scales)])
-    for here, there in zip(*found, strict=True):
-        torch.testing.assert_close(there, here, atol=0, rtol=0, equal_nan=True)
+    check_int8(append_quantised, dtype, 16, count, device="cuda")
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_the_bits_are_those_of_the_cpu(page_size: int, dtype: torch.dtype) -> None:
-    """Sequences grow by chunks and single rows, large and small ones; some rows of the batch have no slot."""
-    torch.manual_seed(0)
-    per_sequence = -(-300 // page_size)
-    num_pages, lengths = 3 * per_sequence, [0, 0, 0]
-    codes = [torch.randint(0, 256, (num_pages, page_size, KV_HEADS, d), dtype=torch.uint8) for d in (DIM, DIM_V)]
-    scales = [new_scales(1, num_pages, KV_HEADS, torch.device("cpu"))[0] for _ in codes]
-    there, there_scales = [c.cuda().view(E4M3) for c in codes], [s.cuda() for s in scales]
-    for step, size in enumerate((1.0, 0.01, 30.0, 1.0, 1e-7, 400.0, 1.0)):
-        slots: list[int] = []
-        for sequence in range(3):
-            count = (1, 17, 70)[(step + sequence) % 3]
-            position = range(lengths[sequence], lengths[sequence] + count)
-            slots += [(sequence * per_sequence + p // page_size) * page_size + p % page_size for p in position] + [-1]
-            lengths[sequence] += count
-        rows = [(size * torch.randn(len(slots), KV_HEADS, d)).to(dtype) for d in (DIM, DIM_V)]
-        rows[0][0, 0, 3], rows[1][0, 1, 7] = torch.nan, torch.inf
-        where = torch.tensor(slots)
-        for new, pages, scale in zip(rows, codes, scales, strict=True):
-            write_quantised(new, pages.view(E4M3), scale, where)
-        k, v = (r.cuda() for r in rows)
-        append_quantised((k, v), (there[0], there[1]), (there_scales[0], there_scales[1]), where.cuda())
-        for mine, theirs in zip((*there, *there_scales), (*codes, *scales), strict=True):
-            assert torch.equal(mine.cpu().view(theirs.dtype), theirs)
+    check_e4m3(append_quantised, dtype, page_size, (1, 17, 70), device="cuda")
 
 
 def cache_of(seats: int) -> tw.PagedKVCache:
@@ -123,7 +87,7 @@ def check(cache: tw.PagedKVCache, q: Tensor, out: Tensor, seats: list[int], v: T
     assert bool(((stored - v[seats]).abs() <= v[seats].abs() / 16 + v.abs().max() / 2**14).all())
 
 
-def test_appending_does_not_wait_for_the_device(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
+def test_appending_does_not_wait_for_the_device(no_waiting: NoWaiting) -> None:
     cache = cache_of(4)
     requests = [cache.add([n] * 20) for n in range(4)]
     cache.append(*rows_of(cache.step(requests)))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tilewise as tw
+from making import cuda_randn as randn
 from tilewise import fp8
 
 pytestmark = [
@@ -45,10 +46,6 @@ def nothing_kept() -> Iterator[None]:
             one.cache_clear()
     yield
     torch._dynamo.reset()
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
 def disturb() -> None:

@@ -10,19 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from extreme_inputs import (
-    KINDS,
-    Inputs,
-    Shape,
-    check,
-    half_overflow,
-    large_key,
-    lost_key,
-    lost_value,
-    made,
-    small_scores,
-    unmet_rows,
-)
+import extreme_inputs as extreme
+from extreme_inputs import Inputs, Shape, check, made
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 
@@ -62,14 +51,14 @@ def both_ways(name: str, kind: Callable[[Inputs], None], dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", extreme.KINDS, ids=lambda f: f.__name__)
 def test_integers_have_the_range_of_floats(kind: Callable[[Inputs], None], name: str) -> None:
     check(*both_ways(name, kind, torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_infinities_of_fp16_are_seen(name: str) -> None:
-    ordinary, integers, x, scale = both_ways(name, half_overflow, torch.float16)
+    ordinary, integers, x, scale = both_ways(name, extreme.half_overflow, torch.float16)
     assert not bool(ordinary.isfinite().all())
     assert bool(ordinary.isfinite().any())
     check(ordinary, integers, x, scale)
@@ -77,12 +66,12 @@ def test_infinities_of_fp16_are_seen(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_large_key_costs_bits_and_nothing_else(name: str) -> None:
-    ordinary, integers, x, scale = both_ways(name, large_key, torch.bfloat16)
-    check(ordinary, integers, x, scale, small_scores(x, scale))
+    ordinary, integers, x, scale = both_ways(name, extreme.large_key, torch.bfloat16)
+    check(ordinary, integers, x, scale, extreme.small_scores(x, scale))
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", [lost_key, lost_value], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", [extreme.lost_key, extreme.lost_value], ids=lambda f: f.__name__)
 def test_lost_keys_are_lost_for_the_rows_that_meet_them(kind: Callable[[Inputs], None], name: str) -> None:
     """Under a causal mask the first query tiles do not; nor does the other head."""
     ordinary, integers, x, scale = both_ways(name, kind, torch.bfloat16)
@@ -111,7 +100,7 @@ def test_keys_that_a_tile_does_not_meet_take_nothing_from_it(
     first, second = (BACKEND.backward(problem, o, out, lse, x.dout, None, wanted).dq for o in (whole, spoilt))
     assert first is not None
     assert second is not None
-    kept = unmet_rows(problem, *shape.seqlens, key)
+    kept = extreme.unmet_rows(problem, *shape.seqlens, key)
     assert bool(kept.any())
     assert bool(first.isfinite().all())
     assert torch.equal(first[:, :, kept], second[:, :, kept])

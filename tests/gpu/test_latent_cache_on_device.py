@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.fp8 import Fp8Tensor
+from making import NoWaiting
+from tilewise.fp8 import Fp8Tensor, quantize_pages
 from tilewise.integrations.engines import Batch, Layer
 from tilewise.kv import rotary_table
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 VALUES, ROTARY, SCALE = 512, 64, 192**-0.5
@@ -88,7 +86,7 @@ def test_the_rotary_part_is_rotated_on_its_way(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_a_captured_step(dtype: torch.dtype, no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
+def test_a_captured_step(dtype: torch.dtype, no_waiting: NoWaiting) -> None:
     cache = make(dtype, max_requests=4, max_seqlen=512)
     k, v, q = rows(4, ROTARY, dtype=dtype), rows(4, VALUES, dtype=dtype), rows(4, VALUES + ROTARY, 32, dtype)
 
@@ -156,3 +154,40 @@ def test_the_calls_of_an_engine(is_e4m3: bool, heads: int) -> None:
         want = tw.attention(rows_of, latent, latent[..., :VALUES], causal=True, scale=SCALE, backend="reference")
         torch.testing.assert_close(out[start : start + count].double(), want[0].transpose(0, 1), atol=2e-2, rtol=2e-2)
         start += count
+
+
+@HEADS
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=["bf16", "e4m3"])
+@pytest.mark.parametrize("graphed", [False, True])
+def test_operands_that_change_right_before_a_call(dtype: torch.dtype, heads: int, graphed: bool) -> None:
+    """Kernels that start while the one before them ends wait for what it writes."""
+    torch.manual_seed(0)
+    pages = torch.randn(40, 64, 1, VALUES + ROTARY, device="cuda").to(BF16)
+    k: Any = quantize_pages(pages) if dtype == E4M3 else pages
+    v = k.first_columns(VALUES) if dtype == E4M3 else k[..., :VALUES]
+    table = torch.randperm(40, device="cuda")[:30].view(3, 10).int()
+    rows_of, lengths = (
+        torch.randn(12, 3, heads, VALUES + ROTARY, device="cuda").to(BF16),
+        torch.randint(1, 640, (12, 3)),
+    )
+    q, used, lengths = torch.empty_like(rows_of[0]), table[:, 0].clone(), lengths.int().cuda()
+
+    def chain(after: Callable[[], Any] = lambda: None) -> Tensor:
+        found = []
+        for new, length in zip(rows_of, lengths, strict=True):
+            q.copy_(new)
+            used.copy_(length)
+            found.append(tw.attention_paged(q, k, v, table, used, scale=SCALE))
+            after()
+            q.fill_(float("nan"))
+        return torch.stack(found)
+
+    expected = chain(torch.cuda.synchronize)
+    if graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = chain()
+        graph.replay()
+    else:
+        got = chain()
+    assert torch.equal(got, expected)

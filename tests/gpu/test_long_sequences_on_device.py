@@ -7,7 +7,7 @@ The cases and their judge are in tests/backends/long_sequences.py; test_long_seq
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -46,21 +46,20 @@ def test_against_fp64(name: str) -> None:
     assert faults == [], "\n".join(faults[:6])
 
 
-def changes(first: tuple[Tensor, ...], again: tuple[Tensor, ...]) -> Tensor:
-    """Whether any bit differs; bits, because NaN is not equal to itself."""
-    pairs = zip(first, again, strict=True)
-    return torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]).any()
+def assert_repeats(compute: Callable[[], tuple[Tensor, ...]]) -> None:
+    """To the bit: NaN is not equal to itself."""
+    first, different = compute(), torch.zeros((), dtype=torch.int64, device=CUDA)
+    for _ in range(REPEATS):
+        pairs = zip(first, compute(), strict=True)
+        different += torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]).any()
+    assert int(different) == 0
 
 
 @pytest.mark.parametrize("name", REPEATED_FORWARDS)
 def test_forwards_are_equal_to_the_bit(name: str) -> None:
     long = CASES[name]
     inputs = make_long_inputs(long, CUDA)
-    attend = functools.partial(call_api, long.case, inputs, "hopper")
-    first, different = attend(), torch.zeros((), dtype=torch.int64, device=CUDA)
-    for _ in range(REPEATS):
-        different += changes(first, attend())
-    assert int(different) == 0
+    assert_repeats(functools.partial(call_api, long.case, inputs, "hopper"))
 
 
 @pytest.mark.parametrize("name", REPEATED_BACKWARDS)
@@ -75,10 +74,7 @@ def test_backwards_are_equal_to_the_bit(name: str) -> None:
         every = torch.autograd.grad(out, (leaves.q, leaves.k, leaves.v), inputs.dout, retain_graph=True)
         return every[3 - count :]
 
-    first, different = gradients(), torch.zeros((), dtype=torch.int64, device=CUDA)
-    for _ in range(REPEATS):
-        different += changes(first, gradients())
-    assert int(different) == 0
+    assert_repeats(gradients)
 
 
 def test_a_planted_error_is_found_here_as_well() -> None:

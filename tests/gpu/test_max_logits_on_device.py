@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tilewise as tw
+from making import cuda_randn as rows
 
 pytestmark = pytest.mark.hopper
 
@@ -20,10 +20,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True, "causal": True},
     "large scores": {"scale": 30.0, "causal": True},
 }
-
-
-def rows(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", CASES)

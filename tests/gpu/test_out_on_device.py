@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tilewise as tw
-from tilewise import cascade
+from making import NoWaiting, prefix_of_all
+from making import cuda_int32 as int32
+from making import cuda_randn as randn
 from tilewise.errors import InvalidProblem
 
 pytestmark = pytest.mark.hopper
 
 Attend = Callable[..., Any]
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-
-def int32(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
 
 
 def dense(backend: str) -> Attend:
@@ -63,9 +55,7 @@ CALLS: dict[str, Callable[[], Attend]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_same_bits_in_memory_of_the_caller(
-    name: str, no_waiting: Callable[[], AbstractContextManager[None]]
-) -> None:
+def test_the_same_bits_in_memory_of_the_caller(name: str, no_waiting: NoWaiting) -> None:
     attend = CALLS[name]()
     expected, lse = attend(return_lse=True)
     for padding in (0, 8, 3):
@@ -79,6 +69,13 @@ def test_the_same_bits_in_memory_of_the_caller(
             assert torch.equal(given, expected)
             assert torch.equal(made_lse, lse)
             assert bool((memory[..., expected.shape[-1] :] == 7.0).all())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(out=given)
+    given.zero_()
+    graph.replay()
+    assert torch.equal(given, expected)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -93,37 +90,6 @@ def test_no_memory_is_allocated_for_the_result(name: str) -> None:
         attend(out=given)
         allocated.append(torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before)
     assert allocated[0] - allocated[1] >= out.numel() * out.element_size()
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_in_a_cuda_graph(name: str) -> None:
-    attend = CALLS[name]()
-    expected = attend()
-    out = torch.zeros_like(expected)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        attend(out=out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attend(out=out)
-    out.zero_()
-    graph.replay()
-    assert torch.equal(out, expected)
-
-
-def test_compiled() -> None:
-    q, k, v = randn(2, 8, 1000, 128), randn(2, 2, 1000, 128), randn(2, 2, 1000, 128)
-
-    def step(q: Tensor, out: Tensor) -> Tensor:
-        tw.attention(q * 1, k, v, causal=True, out=out)
-        return out + 1
-
-    out = torch.empty_like(q)
-    expected = tw.attention(q, k, v, causal=True)
-    made = torch.compile(step, fullgraph=True)(q, out)
-    assert torch.equal(out, expected)
-    assert torch.equal(made, expected + 1)
 
 
 def test_memory_of_an_operand_is_refused_in_known_calls() -> None:
@@ -144,9 +110,7 @@ def test_with_a_shared_prefix(padding: int) -> None:
     own = torch.arange(shared_pages, count, device="cuda").int().view(batch, own_pages)
     prefix = torch.arange(shared_pages, device="cuda").int()[None]
     table, lengths = torch.cat([prefix.expand(batch, -1), own], 1), int32(*[64 * 64 + 100] * batch)
-    shared = cascade.SharedPrefix(
-        (cascade.Group(batch, batch, 64 * 64),), prefix, int32(64 * 64), int32(0, batch), None, own, lengths - 64 * 64
-    )
+    shared = prefix_of_all(table, lengths, 64 * 64, 64)
     expected, lse = tw.attention_paged(q, k, v, table, lengths, shared_prefix=shared, return_lse=True)
     memory = torch.empty(batch, 8, 128 + padding, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import tilewise
 
 CASES = Path(__file__).with_name("sanitised_cases.py")
 FOUND = 9
@@ -51,6 +54,32 @@ def test_nothing_is_found_where_warps_of_their_own_load() -> None:
     done = sanitised("memcheck", "many_tiles")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "finished" in done.stdout
+
+
+@pytest.mark.hopper
+@pytest.mark.exhaustive
+def test_racecheck_of_hopper_kernels_finds_nothing_but_what_mbarriers_order() -> None:
+    """racecheck knows bar.sync, but neither mbarriers nor TMA.
+
+    It therefore reports two hand-overs that mbarriers or Triton's start of the roles do order: the number of the next
+    tile in the mailbox, and the word through which `warp_specialize` tells a warp its role. Anything else is a race.
+    """
+    done = sanitised("racecheck", "hopper")
+    said = done.stdout + done.stderr
+    assert "finished" in said, said[-3000:]
+    assert "COMPUTE-SANITIZER" in said, said[-3000:]
+    places = set(re.findall(r"in (\w+\.py):(\d+)", said))
+    assert [place for place in places if not is_hand_over(*place)] == [], said[-3000:]
+
+
+def is_hand_over(file: str, line: str) -> bool:
+    """Whether a source line is of the mailbox, or of a kernel's own body, which only starts the roles."""
+    source = Path(tilewise.__file__).parent / "backends" / "hopper" / file
+    if not source.exists():
+        return False
+    above = source.read_text().splitlines()[: int(line)]
+    place = next((text for text in reversed(above) if re.match("(class|def) ", text)), "")
+    return place == "class Mailbox:" or re.match(r"def \w+_kernel\(", place) is not None
 
 
 def test_a_broken_kernel_is_found() -> None:

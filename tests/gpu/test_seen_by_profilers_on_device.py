@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import tilewise as tw
+from making import NoWaiting
 from tilewise import settings
 
 
@@ -56,7 +55,7 @@ def test_nvtx_ranges_are_taken() -> None:
 
 
 @pytest.mark.parametrize("by", ["hopper", "triton"])
-def test_index_tensors_of_int64_without_a_wait(by: str, no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
+def test_index_tensors_of_int64_without_a_wait(by: str, no_waiting: NoWaiting) -> None:
     if reason := dict(tw.backends())[by]:
         pytest.skip(reason)
     pages = torch.randn(64, 64, 2, 128, dtype=torch.bfloat16, device="cuda")

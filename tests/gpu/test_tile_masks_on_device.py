@@ -1,15 +1,13 @@
-"""Tile masks on a real GPU: results against dense masks and the calls' own flags, reuse without waiting, graphs.
+"""Tile masks on a real GPU: results against dense masks and the calls' own flags, and reuse without waiting.
 
 The conformance suite runs there with `pytest tests/backends/test_conformance.py --backend triton --device cuda -k
-tiles`.
+tiles`; graphs, threads and compiled calls are in test_calls_on_device.py.
 """
 
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,15 +15,12 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import NoWaiting
+from making import cuda_randn as randn
 from tilewise import TileMask, tile_mask
 from tilewise.tiles import lists_of
 
-NoWaiting = Callable[[], AbstractContextManager[None]]
 LENGTH = 1000
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
 def holes(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> TileMask:
@@ -81,24 +76,6 @@ def test_results_are_those_of_the_dense_mask(name: str, head_dim: int, kv_heads:
             assert_near(got, want)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_flags_written_as_masks(head_dim: int, dtype: torch.dtype) -> None:
-    length = 2048
-    q, k, v = (randn(1, 4, length, head_dim, dtype=dtype) for _ in range(3))
-    position = torch.arange(length, device="cuda")
-    causal = tile_mask(lambda _b, _h, i, j: i >= j, length, length, device="cuda")
-    window = TileMask.from_intervals((position - 500).clamp_min(0), position + 1, length)
-    choices: list[tuple[TileMask, dict[str, Any]]] = [
-        (causal, {"causal": True}),
-        (window, {"causal": True, "window": (500, 0)}),
-    ]
-    for mask, flags in choices:
-        got = trained(lambda q, k, v, mask=mask: tw.attention(q, k, v, mask=mask), q, k, v)
-        want = trained(lambda q, k, v, flags=flags: tw.attention(q, k, v, **flags), q, k, v)
-        assert_near(got, want)
-
-
 def test_packed_sequences_with_masks_of_their_own() -> None:
     lengths = [300, 1, 777, 128]
     masks = [holes(1, 1, n, n) for n in lengths]
@@ -152,52 +129,6 @@ def test_reusing_a_mask_does_not_wait(no_waiting: NoWaiting) -> None:
                 tw.attention(q, k, v, mask=mask, causal=True)
 
 
-def test_a_graph_with_a_reused_mask() -> None:
-    q, k, v = (randn(1, 4, LENGTH, 128) for _ in range(3))
-    mask = MASKS["documents"]()
-    tw.attention(q, k, v, mask=mask)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = tw.attention(q, k, v, mask=mask)
-    for _ in range(3):
-        q.copy_(torch.randn_like(q))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, tw.attention(q, k, v, mask=mask))
-
-
-def test_one_mask_in_threads_and_streams() -> None:
-    mask = MASKS["function"]()
-    inputs = [[randn(1, 4, LENGTH, 64) for _ in range(3)] for _ in range(4)]
-    wanted = [tw.attention(*qkv, mask=mask) for qkv in inputs]
-    torch.cuda.synchronize()
-    wrong: list[int] = []
-
-    def work(number: int) -> None:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            found = [tw.attention(*inputs[number], mask=mask) for _ in range(20)]
-            stream.synchronize()
-        if not all(torch.equal(one, wanted[number]) for one in found):
-            wrong.append(number)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
-# Importing inductor is enough for torch 2.11 to warn about its own use of TorchScript.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_compiled_whole() -> None:
-    q, k, v = (randn(1, 4, LENGTH, 64) for _ in range(3))
-    mask = MASKS["prefix"]()
-    compiled = torch.compile(lambda q: tw.attention(q * 2, k, v, mask=mask), fullgraph=True)
-    assert_near([compiled(q)], [tw.attention(q * 2, k, v, mask=mask)])
-
-
 def test_a_mask_on_another_device() -> None:
     q = randn(1, 4, 300, 64)
     mask = TileMask.prefix(100, 300)
@@ -234,16 +165,6 @@ def test_two_kernels_make_the_lists(name: str) -> None:
     assert torch.equal(mask.lists, lists_of(mask.tiles))
 
 
-def test_memory_is_a_fraction_of_the_dense_mask() -> None:
-    """Bits in a tenth of the tiles: below 2 % of a boolean tensor, with the lists."""
-    kinds = torch.rand(64, 64, device="cuda") < 0.1
-    dense = kinds.repeat_interleave(128, 0).repeat_interleave(128, 1) & (torch.arange(8192, device="cuda") % 3 > 0)
-    mask = TileMask.from_dense(dense)
-    assert mask.counts.full == 0
-    assert mask.nbytes < 0.02 * dense.nbytes
-    assert torch.equal(mask.dense()[0, 0], dense)
-
-
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_whole_tiles_with_masks_of_heads(head_dim: int, kv_heads: int) -> None:
@@ -258,13 +179,3 @@ def test_whole_tiles_with_masks_of_heads(head_dim: int, kv_heads: int) -> None:
         got = trained(lambda q, k, v: tw.attention(q, k, v, mask=mask), q, k, v)
         assert_near(got, want)
         assert not got[1][:, :, ::97].any()
-
-
-def test_explain_shows_what_a_mask_leaves() -> None:
-    q = randn(1, 4, LENGTH, 64)
-    mask = MASKS["documents"]()
-    plan = tw.explain(q, q, q, mask=mask)
-    is_hopper = torch.cuda.get_device_capability()[0] == 9
-    assert plan.backend == ("hopper" if is_hopper else "triton")
-    assert tw.explain(q, q, q, mask=mask, causal=True).backend == "triton"
-    assert f"{mask.counts.visited * 4:,} of {mask.tiles.numel() * 4:,} visited" in str(plan)

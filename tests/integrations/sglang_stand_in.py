@@ -5,8 +5,6 @@ Names, fields, defaults and shapes are SGLang's. Its wheel needs CUDA, so no tes
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,10 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "AttentionType", "ForwardBatch", "ForwardMode", "MHATokenToKVPool", "RadixAttention", "Registered", "SWAKVPool",
-    "installed", "model_runner",
-]  # fmt: skip
+from standing_in import standing_in
 
 
 class AttentionBackend:
@@ -211,29 +206,12 @@ def installed() -> Iterator[Registered]:
     """Within the block, `import sglang` finds the stand-ins."""
     registered = Registered()
     parts: dict[str, dict[str, Any]] = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.arg_groups": {},
         "sglang.srt.arg_groups.choices": {"ATTENTION_BACKEND_CHOICES": registered.choices},
-        "sglang.srt.layers": {},
-        "sglang.srt.layers.attention": {},
         "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
         "sglang.srt.layers.attention.attention_registry": {
             "register_attention_backend": registered.register_attention_backend
         },
-        "sglang.srt.mem_cache": {},
         "sglang.srt.mem_cache.memory_pool": {"MHATokenToKVPool": MHATokenToKVPool},
     }
-    modules = {name: types.ModuleType(name) for name in parts}
-    for name, contents in parts.items():
-        modules[name].__dict__.update(contents)
-    before = {name: sys.modules.get(name) for name in (*modules, "tilewise.integrations.sglang.backend")}
-    sys.modules.update(modules)
-    try:
+    with standing_in(parts, "tilewise.integrations.sglang.backend"):
         yield registered
-    finally:
-        for name, module in before.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module

@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
+from making import int32
 from tilewise.integrations import cache, sdpa
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
 from tilewise.kv.writing import write_rows
-
-
-def int32(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def sliding(capacity: int) -> Tensor:
@@ -40,13 +37,14 @@ def caches(k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
 
 Q, ONE, E4M3 = zeros(2, 1, 4, 16), torch.ones(2, 1, 2, 16), torch.float8_e4m3fn
 PAGED: dict[str, Any] = {"k_cache": zeros(6, 4, 2, 16), "v_cache": zeros(6, 4, 2, 16)}
+TABLED: dict[str, Any] = PAGED | {"block_table": int32([0, 1], [2, 3]), "k": None, "v": None}
 PACKED: dict[str, Any] = {"k": torch.ones(4, 2, 16), "v": torch.ones(4, 2, 16)}
 CHUNKS: dict[str, Any] = {"q": Q[:, 0], "max_seqlen_q": 2}
 TURNED: dict[str, Any] = {"rotary_cos": torch.ones(12, 8), "rotary_sin": torch.ones(12, 8)}
 EIGHTS: dict[str, Any] = {
     "q": torch.ones(3, 1, 4, 16).to(E4M3), "k": torch.ones(3, 1, 2, 16).to(E4M3), "v": torch.ones(3, 1, 2, 16).to(E4M3),
-    "k_cache": zeros(6, 4, 2, 16).to(E4M3), "v_cache": zeros(6, 4, 2, 16).to(E4M3), "cache_seqlens": int32([5, 4, 3]),
-    "page_table": int32([[0, 1], [2, 3], [4, 5]]), "causal": True,
+    "k_cache": zeros(6, 4, 2, 16).to(E4M3), "v_cache": zeros(6, 4, 2, 16).to(E4M3), "cache_seqlens": int32(5, 4, 3),
+    "page_table": int32([0, 1], [2, 3], [4, 5]), "causal": True,
 }  # fmt: skip
 DESCALES: dict[str, Any] = {"other heads": (2, 3), "more rows": (5, 2), "fewer rows": (2, 2), "a vector": (3,)}
 BOTH = zeros(2, 8, 2, 24)
@@ -56,14 +54,14 @@ SHAPE = "expected a tensor .batch, seqlen, heads, dim."
 # What is changed of a call that is right, and what it says. Of FA3 alone where a name or a message is.
 CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "offsets in fractions": (fa3, PACKED | {"cu_seqlens_k_new": zeros(3)}, f"cu_seqlens_k_new: {INTEGERS}"),
-    "offsets of another batch": (fa3, PACKED | {"cu_seqlens_k_new": int32([0, 4])}, f"cu_seqlens_k_new: {INTEGERS}"),
-    "a late start": (fa3, PACKED | {"cu_seqlens_k_new": int32([1, 2, 4])}, "cu_seqlens_k_new: expected 0 as its first"),
-    "before the first": (fa3, PACKED | {"cu_seqlens_k_new": int32([0, -1, 4])}, f"cu_seqlens_k_new: {GROWING}"),
-    "decreasing": (fa3, PACKED | {"cu_seqlens_k_new": int32([0, 3, 2])}, f"cu_seqlens_k_new: {GROWING}"),
-    "past the end": (fa3, PACKED | {"cu_seqlens_k_new": int32([0, 2, 9])}, "cu_seqlens_k_new: expected a last entry"),
-    "queries from 1 on": (fa3, CHUNKS | {"cu_seqlens_q": int32([1, 1, 2])}, "cu_seqlens_q"),
-    "queries backwards": (fa3, CHUNKS | {"cu_seqlens_q": int32([0, 2, 1])}, "cu_seqlens_q"),
-    "queries past the end": (fa3, CHUNKS | {"cu_seqlens_q": int32([0, 1, 9])}, "cu_seqlens_q"),
+    "offsets of another batch": (fa3, PACKED | {"cu_seqlens_k_new": int32(0, 4)}, f"cu_seqlens_k_new: {INTEGERS}"),
+    "a late start": (fa3, PACKED | {"cu_seqlens_k_new": int32(1, 2, 4)}, "cu_seqlens_k_new: expected 0 as its first"),
+    "before the first": (fa3, PACKED | {"cu_seqlens_k_new": int32(0, -1, 4)}, f"cu_seqlens_k_new: {GROWING}"),
+    "decreasing": (fa3, PACKED | {"cu_seqlens_k_new": int32(0, 3, 2)}, f"cu_seqlens_k_new: {GROWING}"),
+    "past the end": (fa3, PACKED | {"cu_seqlens_k_new": int32(0, 2, 9)}, "cu_seqlens_k_new: expected a last entry"),
+    "queries from 1 on": (fa3, CHUNKS | {"cu_seqlens_q": int32(1, 1, 2)}, "cu_seqlens_q"),
+    "queries backwards": (fa3, CHUNKS | {"cu_seqlens_q": int32(0, 2, 1)}, "cu_seqlens_q"),
+    "queries past the end": (fa3, CHUNKS | {"cu_seqlens_q": int32(0, 1, 9)}, "cu_seqlens_q"),
     "no dimension": (None, {"q": torch.tensor(0.0)}, f"q: {SHAPE}, got shape .."),
     "one dimension": (None, {"q": zeros(16)}, f"q: {SHAPE}, got shape .16,."),
     "three dimensions": (fa2, {"q": Q[:, 0]}, "q: expected"),
@@ -79,12 +77,22 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
         "k_cache: expected at least 2 rows as q has sequences, got 1",
     ),
     "caches of two sizes": (fa2, {"v_cache": zeros(2, 4, 2, 16)}, "k_cache, v_cache: expected 4 dimensions each"),
-    "a negative length": (fa2, {"cache_seqlens": int32([3, -1])}, "cache_seqlens: expected positions below 8"),
+    "a negative length": (fa2, {"cache_seqlens": int32(3, -1)}, "cache_seqlens: expected positions below 8"),
     "length of a fraction": (fa2, {"cache_seqlens": 3.0}, "cache_seqlens: expected the tokens already in the cache"),
     "lengths in fractions": (fa2, {"cache_seqlens": zeros(2)}, f"cache_seqlens: {INTEGERS} .2,."),
-    "lengths of others": (fa2, {"cache_seqlens": int32([3, 3, 3])}, "cache_seqlens: expected a tensor of integers"),
-    "no such sequence": (fa2, {"cache_batch_idx": int32([0, 5])}, "cache_batch_idx: expected positions below 2"),
-    "before all sequences": (fa2, {"cache_batch_idx": int32([0, -1])}, "cache_batch_idx: expected positions below 2"),
+    "lengths of others": (fa2, {"cache_seqlens": int32(3, 3, 3)}, "cache_seqlens: expected a tensor of integers"),
+    "no such sequence": (fa2, {"cache_batch_idx": int32(0, 5)}, "cache_batch_idx: expected positions below 2"),
+    "before all sequences": (fa2, {"cache_batch_idx": int32(0, -1)}, "cache_batch_idx: expected positions below 2"),
+    "a full cache": (fa2, {"cache_seqlens": 8}, "positions below 8"),
+    "a length past the end": (fa2, {"k": None, "v": None, "cache_seqlens": 9}, "at most 8"),
+    "no length": (fa2, {"cache_seqlens": None}, "cache_seqlens"),
+    "k alone": (fa2, {"v": None}, "both or neither"),
+    "k of another dtype": (fa2, {"k": ONE.half()}, "dtype"),
+    "rotary alone": (fa2, TURNED | {"k": None, "v": None}, "apply_rotary_emb"),
+    "cos alone": (fa2, {"rotary_cos": TURNED["rotary_cos"]}, "both or neither"),
+    "a window of one number": (fa2, {"window_size": 128}, "a pair .left, right."),
+    "a pad past the pages": (fa2, TABLED | {"cache_leftpad": int32(9, 0)}, "cache_leftpad"),
+    "no such row of the table": (fa2, TABLED | {"cache_batch_idx": int32(0, 2)}, "cache_batch_idx"),
     "fewer heads": (fa2, {"k": ONE[:, :, :1], "v": ONE[:, :, :1]}, "k: expected .2, seqlen, 2, 16. on cpu"),
     "fewer values": (fa2, {"v": ONE[:1]}, "v: expected .2, seqlen, 2, 16. on cpu"),
     "tokens of another batch": (fa2, {"k": ONE[:1], "v": ONE[:1]}, "k: expected .2, seqlen, 2, 16. on cpu"),
@@ -100,13 +108,13 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "v in k": (fa2, caches(BOTH, BOTH[..., :16]), f"v_cache: {OTHERS}"),
     "v in k and beyond": (fa2, caches(BOTH[..., :16], BOTH[..., 15:]), f"v_cache: {OTHERS}"),
     **{
-        f"page {page}": (fa2, PAGED | {"block_table": int32([[0, 1], [2, page]])}, "block_table: expected positions")
+        f"page {page}": (fa2, PAGED | {"block_table": int32([0, 1], [2, page])}, "block_table: expected positions")
         for page in (6, -1, 2**30)
     },
-    "an older page": (fa2, PAGED | {"block_table": int32([[9, 1], [2, 3]])}, "expected"),
-    "page 6 of FA3": (fa3, PAGED | {"page_table": int32([[0, 1], [2, 6]])}, "page_table: expected positions below 24"),
+    "an older page": (fa2, PAGED | {"block_table": int32([9, 1], [2, 3])}, "expected"),
+    "page 6 of FA3": (fa3, PAGED | {"page_table": int32([0, 1], [2, 6])}, "page_table: expected positions below 24"),
     "behind the pages": (
-        fa2, PAGED | {"block_table": int32([[0, 1], [2, 3]]), "cache_seqlens": int32([5, 8])},
+        fa2, PAGED | {"block_table": int32([0, 1], [2, 3]), "cache_seqlens": int32(5, 8)},
         "cache_seqlens: expected positions below 8, the tokens of capacity",
     ),
     **{
@@ -114,8 +122,8 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
         for name, shape in DESCALES.items()
         for which in ("q_descale", "k_descale", "v_descale")
     },
-    "turned from one": (fa3, TURNED | {"rotary_seqlens": int32([7])}, "rotary_seqlens: expected"),
-    "turned from three": (fa3, TURNED | {"rotary_seqlens": int32([7, 7, 7])}, "rotary_seqlens: expected"),
+    "turned from one": (fa3, TURNED | {"rotary_seqlens": int32(7)}, "rotary_seqlens: expected"),
+    "turned from three": (fa3, TURNED | {"rotary_seqlens": int32(7, 7, 7)}, "rotary_seqlens: expected"),
     "turned by fractions": (fa3, TURNED | {"rotary_seqlens": torch.tensor([7.0, 7.0])}, "rotary_seqlens: expected"),
     "turned from a list": (fa3, TURNED | {"rotary_seqlens": [7, 7]}, "rotary_seqlens: expected"),
     "a short sin": (fa3, TURNED | {"rotary_sin": torch.ones(3, 8)}, "rotary_sin: expected"),
@@ -131,7 +139,7 @@ def test_what_is_refused_writes_nothing(name: str) -> None:
     module, changes, message = CALLS[name]
     given = {"q": Q, "k_cache": zeros(2, 8, 2, 16), "v_cache": zeros(2, 8, 2, 16), "k": ONE, "v": ONE} | changes
     # One length for all of them, too, where nothing is said of each.
-    lengths = [given["cache_seqlens"]] if "cache_seqlens" in given else [int32([5, 4]), *([5] if module is fa2 else [])]
+    lengths = [given["cache_seqlens"]] if "cache_seqlens" in given else [int32(5, 4), *([5] if module is fa2 else [])]
     for called, length in itertools.product((fa2, fa3) if module is None else (module,), lengths):
         with pytest.raises(tw.InvalidProblem, match=message):
             called.flash_attn_with_kvcache(**given | {"cache_seqlens": length})
@@ -143,15 +151,15 @@ def test_caches_whose_rows_alias_may_be_read() -> None:
     for _, changes, message in CALLS.values():
         if APART in message or OTHERS in message:
             given = {name: changes[name] for name in ("q", "k_cache", "v_cache")}
-            paged: dict[str, Any] = {"block_table": int32([[0], [1]])}
-            fa2.flash_attn_with_kvcache(**given, cache_seqlens=int32([5, 4]))
-            fa2.flash_attn_with_kvcache(**given, **paged, cache_seqlens=int32([5, 4]))
+            paged: dict[str, Any] = {"block_table": int32([0], [1])}
+            fa2.flash_attn_with_kvcache(**given, cache_seqlens=int32(5, 4))
+            fa2.flash_attn_with_kvcache(**given, **paged, cache_seqlens=int32(5, 4))
 
 
 def test_slots_of_another_dtype_are_refused() -> None:
     pages, rows = zeros(1, 4, 2, 16), torch.ones(2, 2, 16)
     with pytest.raises(tw.InvalidProblem, match="slots: expected an int64 tensor"):
-        write_rows(rows, rows, pages, pages, int32([0, 1]))
+        write_rows(rows, rows, pages, pages, int32(0, 1))
     assert not pages.any()
 
 
@@ -206,15 +214,15 @@ def test_compiled_steps_with_pages_write_what_eager_ones_do() -> None:
     step: Any = torch.compile(fa2.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
     q, new, pages = torch.randn(2, 1, 4, 16), torch.randn(2, 1, 2, 16), torch.randn(6, 4, 2, 16)
     caches = [pages.clone() for _ in range(4)]
-    table: dict[str, Any] = {"block_table": int32([[0, 1], [2, 3]])}
-    for lengths in (int32([5, 4]), int32([6, 5])):
+    table: dict[str, Any] = {"block_table": int32([0, 1], [2, 3])}
+    for lengths in (int32(5, 4), int32(6, 5)):
         mine = step(q, *caches[:2], new, new, cache_seqlens=lengths, **table)
         other = fa2.flash_attn_with_kvcache(q, caches[2], caches[3], new, new, cache_seqlens=lengths, **table)
         assert torch.equal(mine, other)  # type: ignore[arg-type]
     assert torch.equal(caches[0], caches[2])
     # A row without a page goes nowhere; nobody can say so from inside a graph.
     before = caches[0].clone()
-    store = cache.Store(caches[0], caches[1], int32([[0, 9], [2, 3]]))
+    store = cache.Store(caches[0], caches[1], int32([0, 9], [2, 3]))
     write = torch.compile(lambda: append(store, q, new), backend="aot_eager")
     write()
     before[3, 0] = new[1, 0]
@@ -222,7 +230,7 @@ def test_compiled_steps_with_pages_write_what_eager_ones_do() -> None:
 
 
 def append(store: cache.Store, q: Tensor, new: Tensor) -> None:
-    write, _ = cache._appending(store, q, new, new, int32([4, 4]), None, 2, None, None)
+    write, _ = cache._appending(store, q, new, new, int32(4, 4), None, 2, None, None)
     write()
 
 
@@ -234,7 +242,7 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("lengths", [5, int32([5, 4])], ids=["int", "tensor"])
+@pytest.mark.parametrize("lengths", [5, int32(5, 4)], ids=["int", "tensor"])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_attention_is_judged_before_the_cache_is_written_whoever_watches(mode: str, lengths: Any) -> None:
     torch.manual_seed(0)
@@ -254,7 +262,7 @@ def test_the_attention_is_judged_before_the_cache_is_written_whoever_watches(mod
     assert torch.equal(k_cache[0, 5], new[0, 0])
 
 
-@pytest.mark.parametrize("lengths", [5, int32([5, 5])], ids=["int", "tensor"])
+@pytest.mark.parametrize("lengths", [5, int32(5, 5)], ids=["int", "tensor"])
 @pytest.mark.parametrize("appended", [True, False])
 def test_a_cache_may_have_more_rows_than_queries(lengths: Any, appended: bool) -> None:
     torch.manual_seed(0)
@@ -268,7 +276,7 @@ def test_a_cache_may_have_more_rows_than_queries(lengths: Any, appended: bool) -
 @pytest.mark.parametrize("which", ["q_descale", "k_descale", "v_descale"])
 @pytest.mark.parametrize("name", DESCALES)
 def test_descales_of_packed_chunks_are_judged(name: str, which: str) -> None:
-    x, totals = torch.ones(6, 4, 16).to(E4M3), int32([0, 1, 3, 6])
+    x, totals = torch.ones(6, 4, 16).to(E4M3), int32(0, 1, 3, 6)
     given: dict[str, Any] = {which: torch.ones(DESCALES[name])}
     with pytest.raises(tw.InvalidProblem, match=f"{which}: expected .3, kv_heads. on cpu"):
         fa3.flash_attn_varlen_func(x, x[:, :2], x[:, :2], totals, totals, 3, 3, attention_chunk=8, **given)
@@ -278,7 +286,7 @@ def test_new_tokens_of_a_left_padded_cache_that_is_not_contiguous() -> None:
     torch.manual_seed(0)
     wide = torch.randn(2, 16, 2, 16)
     new, q = torch.randn(2, 1, 2, 16), torch.randn(2, 1, 4, 16)
-    flags: dict[str, Any] = {"cache_seqlens": int32([5, 4]), "cache_leftpad": int32([1, 2])}
+    flags: dict[str, Any] = {"cache_seqlens": int32(5, 4), "cache_leftpad": int32(1, 2)}
     want = fa2.flash_attn_with_kvcache(q, wide[:, :8].clone(), wide[:, :8].clone(), new, new, **flags)
     found = fa2.flash_attn_with_kvcache(q, wide[:, :8], wide[:, :8].clone(), new, new, **flags)
     assert torch.equal(found, want)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from making import randn
+from making import randn, watched
 from tilewise.integrations import diffusers as adapter
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install diffusers==0.42.0")
@@ -128,14 +128,7 @@ def inputs() -> dict[str, Any]:
 
 
 def test_a_model_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    attention = tw.api.attention
-
-    def counted(*args: Any, **flags: Any) -> Any:
-        calls.append(args)
-        return attention(*args, **flags)
-
-    monkeypatch.setattr(adapter, "attention", counted)
+    calls = watched(monkeypatch, adapter, "attention")
     model = flux()
     want = model(**inputs()).sample
     assert not calls

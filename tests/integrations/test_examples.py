@@ -1,35 +1,19 @@
 """The training example, small: three kinds of attention, one loss curve."""
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 import tilewise
+import train_gpt
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def train_gpt() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "train_gpt", module)
-        spec.loader.exec_module(module)
-    return module
-
-
-def test_the_curves_lie_on_each_other_and_go_down(train_gpt: Any, tmp_path: Path) -> None:
+def test_the_curves_lie_on_each_other_and_go_down(tmp_path: Path) -> None:
     setup = train_gpt.Setup(steps=8, batch=2, seqlen=64, layers=2)
     corpus = train_gpt.text()
     runs = [train_gpt.train(kind, setup, corpus, "cpu") for kind in train_gpt.KINDS]
@@ -46,9 +30,7 @@ def test_the_curves_lie_on_each_other_and_go_down(train_gpt: Any, tmp_path: Path
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
-def test_numbers_below_one_are_refused(
-    train_gpt: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_below_one_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["train_gpt.py", "--steps", "0"])
     with pytest.raises(SystemExit):
         train_gpt.main()

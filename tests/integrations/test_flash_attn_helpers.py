@@ -165,10 +165,19 @@ def test_install_makes_the_import_resolve_and_uninstall_undoes_it() -> None:
         assert flash_attn.flash_attn_func is fa.flash_attn_func
         assert tuple(int(n) for n in flash_attn.__version__.split("+")[0].split(".")) >= (2, 6, 0)
         assert (padding, layers, interface) == (bert_padding, rotary, fa.flash_attn_interface)
+        # What other libraries import although its name begins with an underscore, and flash-attn 4's names.
+        for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
+            assert getattr(interface, f"_flash_attn_{name}") is getattr(fa.flash_attn_interface, f"_flash_attn_{name}")
+        for name in ("forward", "backward"):
+            assert getattr(interface, f"_wrapped_flash_attn_{name}") is getattr(interface, f"_flash_attn_{name}")
+        assert importlib.import_module("flash_attn.cute") is fa.cute
+        assert importlib.import_module("flash_attn.cute.interface") is fa.cute.interface
+        assert fa.cute.interface.flash_attn_func is fa.cute.flash_attn_func
         assert importlib.util.find_spec("flash_attn") is not None
         fa.install()
     finally:
         fa.uninstall()
+    assert not [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("flash_attn")
     fa.uninstall()

@@ -61,21 +61,9 @@ def test_varlen_with_used_lengths_and_chunks(chunk: int, flags: dict[str, Any]) 
     spoiled_k, spoiled_v = k.clone(), v.clone()
     for b in range(3):
         spoiled_k[cu_k[b] + used_k[b] : cu_k[b + 1]] = spoiled_v[cu_k[b] + used_k[b] : cu_k[b + 1]] = torch.nan
-    result = fa3.flash_attn_varlen_func(
-        q,
-        spoiled_k,
-        spoiled_v,
-        cu_q,
-        cu_k,
-        6,
-        7,
-        used_q,
-        used_k,
-        attention_chunk=chunk,
-        return_attn_probs=True,
-        **flags,
-    )
-    out, lse = pair(result)
+    lengths = (cu_q, cu_k, 6, 7, used_q, used_k)
+    asked: Any = {"attention_chunk": chunk, "return_attn_probs": True, **flags}
+    out, lse = pair(fa3.flash_attn_varlen_func(q, spoiled_k, spoiled_v, *lengths, **asked))
     seen = torch.zeros(12, dtype=torch.bool)
     for b in range(3):
         rows, keys = slice(cu_q[b], cu_q[b] + used_q[b]), slice(cu_k[b], cu_k[b] + used_k[b])

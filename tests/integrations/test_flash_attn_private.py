@@ -23,26 +23,6 @@ fa2: Any = flash_attn.flash_attn_interface
 fa3: Any = flash_attn_interface
 
 
-def test_installed_they_are_found_where_libraries_look() -> None:
-    flash_attn.install()
-    try:
-        from flash_attn.flash_attn_interface import (
-            _flash_attn_backward,
-            _flash_attn_forward,
-            _flash_attn_varlen_backward,
-            _flash_attn_varlen_forward,
-            _wrapped_flash_attn_backward,
-            _wrapped_flash_attn_forward,
-        )
-    finally:
-        flash_attn.uninstall()
-    assert (_flash_attn_forward, _flash_attn_backward) == (fa2._flash_attn_forward, fa2._flash_attn_backward)
-    assert _wrapped_flash_attn_forward is _flash_attn_forward
-    assert _wrapped_flash_attn_backward is _flash_attn_backward
-    assert _flash_attn_varlen_forward is fa2._flash_attn_varlen_forward
-    assert _flash_attn_varlen_backward is fa2._flash_attn_varlen_backward
-
-
 FLAGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"causal": True},

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
 import tilewise as tw
+from making import watched
 from tilewise.integrations import flex
 from tilewise.integrations.flex import ScoreMod, create_block_mask, flex_attention
 
@@ -79,18 +80,12 @@ def test_score_mods(mod: ScoreMod) -> None:
 
 
 def test_a_block_mask_is_converted_once_and_forgotten_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    conversions = []
-    convert = tw.TileMask.from_block_mask
-
-    def counted(block: Any) -> tw.TileMask:
-        conversions.append(id(block))
-        return convert(block)
-
-    monkeypatch.setattr(tw.TileMask, "from_block_mask", counted)
+    conversions = watched(monkeypatch, tw.TileMask, "from_block_mask")
     block = theirs.create_block_mask(prefix_lm, None, None, 300, 300, device="cpu")
     for _ in range(3):
         flex_attention(*operands(), block_mask=block)
     assert len(conversions) == 1
+    conversions.clear()
     before = len(flex._CONVERTED)
     del block
     assert len(flex._CONVERTED) == before - 1

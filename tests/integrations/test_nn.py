@@ -1,7 +1,6 @@
-"""`tilewise.nn`: MultiheadAttention against torch's in every configuration, and causal self-attention with a cache."""
+"""`tilewise.nn`: MultiheadAttention (test_routed.py has the numbers), and causal self-attention with a cache."""
 
 import copy
-import itertools
 import math
 import pickle
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 import tilewise as tw
-from sampling import marks_of
 from tilewise.nn import CausalSelfAttention, MultiheadAttention, rotary_table, rotate
 
 pytestmark = pytest.mark.slow
@@ -26,61 +24,6 @@ def pair_of_layers(**options: Any) -> tuple[MultiheadAttention, torch.nn.Multihe
     mine.load_state_dict(torchs.state_dict())
     assert list(mine.state_dict()) == list(torchs.state_dict())
     return mine, torchs
-
-
-def padding_mask(kind: str | None) -> Tensor | None:
-    if kind is None:
-        return None
-    ignored = torch.zeros(BATCH, SEQLEN_K, dtype=torch.bool)
-    ignored[0, -2:] = True
-    return ignored if kind == "bool" else torch.zeros(BATCH, SEQLEN_K).masked_fill(ignored, -torch.inf)
-
-
-def attention_mask(kind: str | None) -> Tensor | None:
-    generator = torch.Generator().manual_seed(1)
-    if kind == "causal":
-        return torch.ones(SEQLEN_Q, SEQLEN_K, dtype=torch.bool).triu(1)
-    if kind == "float":
-        return torch.randn(SEQLEN_Q, SEQLEN_K, generator=generator)
-    if kind in ("bool", "per head"):
-        shape = (SEQLEN_Q, SEQLEN_K) if kind == "bool" else (BATCH * 2, SEQLEN_Q, SEQLEN_K)
-        ignored = torch.rand(shape, generator=generator) < 0.3
-        ignored[..., 0] = False
-        return ignored
-    return None
-
-
-OPTIONS = [
-    {"batch_first": a, "add_bias_kv": b, "add_zero_attn": c, "kdim": d, "vdim": d, "bias": e}
-    for a, b, c, d, e in itertools.product((False, True), (False, True), (False, True), (None, 6), (False, True))
-]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(o, id="-".join(map(str, o.values())), marks=marks_of(number % 3 == 0))
-        for number, o in enumerate(OPTIONS)
-    ],
-)
-def test_multihead_equals_torch(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    mine, torchs = pair_of_layers(**options)
-    q = torch.randn(BATCH, SEQLEN_Q, 8, requires_grad=True)
-    k = torch.randn(BATCH, SEQLEN_K, options["kdim"] or 8)
-    inputs = (q, k, k) if options["batch_first"] else tuple(t.transpose(0, 1) for t in (q, k, k))
-    for padding, mask in itertools.product((None, "bool", "float"), (None, "bool", "float", "per head", "causal")):
-        if padding and mask and (padding == "float") != (mask == "float"):
-            continue
-        masks = {"key_padding_mask": padding_mask(padding), "attn_mask": attention_mask(mask)}
-        causal = mask == "causal"
-        # Torch's shortcut for the causal hint hides the keys of add_bias_kv, its mask does not: compare with the mask.
-        out, nothing = mine(*inputs, need_weights=False, is_causal=causal, **masks)
-        expected, _ = torchs(*inputs, need_weights=False, **masks)
-        assert nothing is None
-        torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-5)
-    mine_grad, torchs_grad = (torch.autograd.grad(o.square().sum(), q)[0] for o in (out, expected))
-    torch.testing.assert_close(mine_grad, torchs_grad, atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize("average", [False, True])

@@ -1,12 +1,11 @@
 """The drop-ins under what PyTorch does to models: compile, export, torch.func, checkpoints, autocast, DDP, FSDP."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -185,13 +184,6 @@ def test_autocast_and_meta(name: str) -> None:
         assert (on_meta.shape, on_meta.dtype) == (CALLS[name](q).shape, q.dtype)
 
 
-@pytest.fixture
-def one_process_group(tmp_path: Any) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def data_parallel(module: torch.nn.Module) -> torch.nn.Module:
     return torch.nn.parallel.DistributedDataParallel(module)
 
@@ -201,7 +193,7 @@ def fully_sharded(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrap", [data_parallel, fully_sharded])
 def test_parallel_wrappers_on_one_process(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
     layer = CausalSelfAttention(16, 4, num_kv_heads=2)
@@ -212,30 +204,3 @@ def test_parallel_wrappers_on_one_process(wrap: Callable[[torch.nn.Module], torc
     for a, b in zip(layer.parameters(), parallel.parameters(), strict=True):
         gradient = b.grad.to_local() if isinstance(b.grad, DTensor) else b.grad
         torch.testing.assert_close(a.grad, gradient)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_graphs_replay_decoding_with_a_growing_cache() -> None:
-    q, new = (randn(2, 1, h, 64, seed=h).half().cuda() for h in (8, 2))
-    cache, lengths = torch.zeros(2, 128, 2, 64, dtype=torch.float16, device="cuda"), int32(0, 0).cuda()
-
-    def step(cache: Tensor) -> Any:
-        return flash_attn.flash_attn_with_kvcache(q, cache, cache, new, new, cache_seqlens=lengths, causal=True)
-
-    warm = cache.clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(warm)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step(cache)
-    eager = torch.zeros_like(cache)
-    for position in range(3):
-        lengths.fill_(position)
-        q.normal_()
-        new.normal_()
-        graph.replay()
-        torch.testing.assert_close(out, step(eager))
-        assert torch.equal(cache, eager)

@@ -1,4 +1,6 @@
-"""Torch's own layers inside `sdpa.routed()`: their attention is tilewise's, and their results are torch's."""
+"""Torch's own layers inside `sdpa.routed()`: their attention is tilewise's, and their results are torch's. So are those
+of `tilewise.nn.MultiheadAttention`.
+"""
 
 from __future__ import annotations
 
@@ -108,8 +110,12 @@ OPTIONS = [
 def test_multihead_attention_is_torchs(options: dict[str, Any], batched: bool) -> None:
     """Causal ones too, where torch's shortcut hides the keys of add_bias_kv and add_zero_attn."""
     torch.manual_seed(0)
-    layer = nn.MultiheadAttention(EMBED, HEADS, **options)
+    layer, module = nn.MultiheadAttention(EMBED, HEADS, **options), tw.nn.MultiheadAttention(EMBED, HEADS, **options)
+    module.load_state_dict(layer.state_dict())
     for call in calls(layer, batched):
+        # The module hides no key that the mask shows.
+        torchs = results(layer, **call | {"is_causal": False}, need_weights=False)
+        close(results(module, **call, need_weights=False), torchs)
         for weights in ({"need_weights": False}, {"need_weights": True, "average_attn_weights": False}):
             torchs = results(layer, **call, **weights)
             with sdpa.routed():
@@ -139,38 +145,29 @@ def test_weights_are_torchs_formula() -> None:
         assert attention_operators(operators.names) == []
 
 
-def encoder() -> tuple[nn.Module, tuple[Tensor, ...], int]:
-    return nn.TransformerEncoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True), (randn(2, 7, EMBED),), 1
+Model = tuple[nn.Module, tuple[Tensor, ...], int]
 
 
-def encoder_norm_first() -> tuple[nn.Module, tuple[Tensor, ...], int]:
-    layer = nn.TransformerEncoderLayer(
-        EMBED, HEADS, 32, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
-    )
-    return layer, (randn(2, 7, EMBED),), 1
+def encoder(**options: Any) -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True, **options)
 
 
-def encoders() -> tuple[nn.Module, tuple[Tensor, ...], int]:
-    layer = nn.TransformerEncoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 2), (randn(2, 7, EMBED),), 2
+def decoder() -> nn.TransformerDecoderLayer:
+    return nn.TransformerDecoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True)
 
 
-def decoder() -> tuple[nn.Module, tuple[Tensor, ...], int]:
-    layer = nn.TransformerDecoderLayer(EMBED, HEADS, 32, dropout=0.0, batch_first=True)
-    return layer, (randn(2, 5, EMBED), randn(2, 7, EMBED, seed=1)), 2
-
-
-def transformer() -> tuple[nn.Module, tuple[Tensor, ...], int]:
-    model = nn.Transformer(EMBED, HEADS, 1, 1, 32, dropout=0.0)
-    return model, (randn(7, 2, EMBED), randn(5, 2, EMBED, seed=1)), 3
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], int]]] = {
-    "encoder layer": encoder,
-    "encoder layer, norm first": encoder_norm_first,
-    "encoder": encoders,
-    "decoder layer": decoder,
-    "transformer": transformer,
+X, Y = randn(2, 7, EMBED), randn(2, 5, EMBED)
+# A model, its inputs, and how often it attends.
+MODELS: dict[str, Callable[[], Model]] = {
+    "encoder layer": lambda: (encoder(), (X,), 1),
+    "encoder layer, norm first": lambda: (encoder(norm_first=True, activation="gelu"), (X,), 1),
+    "encoder": lambda: (nn.TransformerEncoder(encoder(), 2), (X,), 2),
+    "decoder layer": lambda: (decoder(), (Y, X), 2),
+    "transformer": lambda: (
+        nn.Transformer(EMBED, HEADS, 1, 1, 32, dropout=0.0),
+        (X.transpose(0, 1), Y.transpose(0, 1)),
+        3,
+    ),
 }
 
 

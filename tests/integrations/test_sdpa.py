@@ -1,6 +1,5 @@
 """SDPA against torch's own on the CPU: every argument combination, then the ways to route torch to tilewise."""
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
@@ -10,16 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn import attention as torch_attention
 from torch.nn.attention.bias import CausalBias, causal_lower_right, causal_upper_left
 
 import tilewise as tw
 from making import randn
+from operators import activated, needs_registry
 from tilewise.integrations import aten, sdpa
 
 pytestmark = pytest.mark.slow
 
 MASKS = (None, "bool", "bool keys", "float", "float heads", "-inf row")
+NAMES = ("lead", "lengths", "mask", "causal", "scale", "kv_heads")
 LENGTHS = ((6, 6), (4, 9), (9, 4), (1, 7), (5, 1))
 
 
@@ -44,14 +44,7 @@ def arguments() -> Iterator[dict[str, Any]]:
         ((), (2,), (2, 3)), LENGTHS, MASKS, (False, True), (None, 0.3), (4, 2, 1)
     ):
         if mask is None or not causal:
-            yield {
-                "lead": lead,
-                "lengths": (seqlen_q, seqlen_k),
-                "mask": mask,
-                "causal": causal,
-                "scale": scale,
-                "kv_heads": kv_heads,
-            }
+            yield dict(zip(NAMES, (lead, (seqlen_q, seqlen_k), mask, causal, scale, kv_heads), strict=True))
 
 
 def both(case: dict[str, Any], grad: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -79,12 +72,9 @@ def test_every_combination_equals_torch(lead: tuple[int, ...]) -> None:
 
 
 def test_leading_dimensions_and_a_single_head_broadcast() -> None:
-    q, k = randn(2, 4, 5, 8), randn(1, 1, 7, 8, seed=1)
-    mine, torchs = (f(q, k, k) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention))
-    torch.testing.assert_close(mine, torchs)
-    q, k = randn(5, 8), randn(7, 8, seed=1)
-    mine, torchs = (f(q, k, k) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention))
-    torch.testing.assert_close(mine, torchs)
+    for q, k in ((randn(2, 4, 5, 8), randn(1, 1, 7, 8, seed=1)), (randn(5, 8), randn(7, 8, seed=1))):
+        mine, torchs = (f(q, k, k) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention))
+        torch.testing.assert_close(mine, torchs)
 
 
 def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
@@ -117,8 +107,9 @@ REJECTED: list[tuple[str, str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("what", "message", "change"), REJECTED, ids=[r[0] for r in REJECTED])
 def test_rejections(what: str, message: str, change: dict[str, Any]) -> None:
     call: dict[str, Any] = {"query": randn(1, 4, 5, 8), "key": randn(1, 4, 5, 8), "value": randn(1, 4, 5, 8)}
-    with pytest.raises(tw.InvalidProblem, match=message):
+    with pytest.raises(tw.InvalidProblem, match=message) as caught:
         sdpa.scaled_dot_product_attention(**{**call, **change})
+    assert isinstance(caught.value, RuntimeError), "code that catches torch's errors catches these"
 
 
 def test_routed_sends_torchs_function_to_tilewise_in_this_thread_only() -> None:
@@ -313,12 +304,6 @@ def test_sizes_that_disagree_are_refused_where_one_of_them_is_0() -> None:
 
 
 def test_what_torch_raises_as_a_runtime_error_is_one_here() -> None:
-    """Code that catches torch's errors catches these."""
-    for what, _, change in REJECTED:
-        call: dict[str, Any] = {"query": randn(1, 4, 5, 8), "key": randn(1, 4, 5, 8), "value": randn(1, 4, 5, 8)}
-        with pytest.raises(RuntimeError) as caught:
-            sdpa.scaled_dot_product_attention(**{**call, **change})
-        assert isinstance(caught.value, tw.InvalidProblem), what
     q, k = randn(1, 4, 5, 8), randn(1, 4, 5, 9)
     for function in (F.scaled_dot_product_attention, sdpa.scaled_dot_product_attention):
         with pytest.raises(RuntimeError):
@@ -358,20 +343,7 @@ def test_export_with_an_unbacked_batch_and_a_mask_of_that_batch(
         torch.testing.assert_close(exported(q, mask, torch.tensor(count)), model(q, mask, torch.tensor(count)))
 
 
-@contextlib.contextmanager
-def activated() -> Iterator[None]:
-    """The kernels behind torch's own SDPA are those of tilewise."""
-    if not hasattr(torch_attention, "register_flash_attention_impl"):
-        pytest.skip("this torch has no registry")
-    sdpa.register()
-    torch_attention.activate_flash_attention_impl("tilewise")
-    try:
-        yield
-    finally:
-        torch_attention.restore_flash_attention_impl()
-
-
-@pytest.mark.skipif(not hasattr(torch_attention, "register_flash_attention_impl"), reason="this torch has no registry")
+@needs_registry
 def test_register_offers_and_activation_replaces_the_flash_kernels() -> None:
     q, k = randn(2, 4, 9, 8).requires_grad_(), randn(2, 4, 5, 8, seed=1).requires_grad_()
     mask = randn(9, 5, seed=2)
@@ -387,12 +359,8 @@ def test_register_offers_and_activation_replaces_the_flash_kernels() -> None:
     before = run()
     sdpa.register()
     assert all(torch.equal(a, b) for a, b in zip(run(), before, strict=True)), "registering must activate nothing"
-    torch_attention.activate_flash_attention_impl("tilewise")
-    try:
-        assert torch_attention.current_flash_attention_impl() == "tilewise"
+    with activated():
         active = run()
-    finally:
-        torch_attention.restore_flash_attention_impl()
     assert not all(torch.equal(a, b) for a, b in zip(active, before, strict=True))
     for a, b in zip(active, before, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)

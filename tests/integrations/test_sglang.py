@@ -13,17 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import sglang_stand_in as stand_in
 import tilewise as tw
-from sglang_stand_in import (
-    AttentionType,
-    ForwardBatch,
-    ForwardMode,
-    MHATokenToKVPool,
-    RadixAttention,
-    SWAKVPool,
-    installed,
-    model_runner,
-)
+from sglang_stand_in import AttentionType, ForwardBatch, ForwardMode, MHATokenToKVPool, RadixAttention, installed
 from tilewise.integrations import sglang as plugin
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 8
@@ -56,7 +48,7 @@ class Engine:
         pages = 64 if self.page_size > 1 else 128
         size = pages * self.page_size
         self.pool = MHATokenToKVPool(size, self.page_size, dtype, KV_HEADS, DIM, 2, self.v_head_dim, self.layout)
-        self.runner = model_runner(self.pool, self.dtype, REQUESTS, CONTEXT)
+        self.runner = stand_in.model_runner(self.pool, self.dtype, REQUESTS, CONTEXT)
         self.table = self.runner.req_to_token_pool.req_to_token
         self.backend: Any = _made(self.runner)
         options = {"v_head_dim": self.v_head_dim} | self.layer_options
@@ -165,20 +157,19 @@ def test_prefill_mixed_steps_and_decoding(dtype: torch.dtype, layout: str, page_
     live(Engine(dtype, page_size, layout))
 
 
-def test_another_head_dim_of_values() -> None:
-    live(Engine(v_head_dim=16))
+# What layers may ask for, and the flags of attention that it means.
+ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another head_dim of values": ({"v_head_dim": 16}, {}),
+    "a window counts the keys before the query": ({"layer_options": {"sliding_window_size": 6}}, {"window": (6, 0)}),
+    "softcap": ({"layer_options": {"logit_cap": 2.0}}, {"softcap": 2.0}),
+    "sinks": ({}, {"sinks": torch.linspace(-1, 3, HEADS)}),
+}
 
 
-def test_a_window_counts_the_keys_before_the_query() -> None:
-    live(Engine(layer_options={"sliding_window_size": 6}), window=(6, 0))
-
-
-def test_softcap() -> None:
-    live(Engine(layer_options={"logit_cap": 2.0}), softcap=2.0)
-
-
-def test_sinks() -> None:
-    live(Engine(), sinks=torch.linspace(-1, 3, HEADS))
+@pytest.mark.parametrize("name", ASKED)
+def test_what_layers_may_ask_for(name: str) -> None:
+    options, flags = ASKED[name]
+    live(Engine(**options), **flags)
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
@@ -278,7 +269,7 @@ def test_registered_by_name() -> None:
         plugin.register()
         assert registered.choices == ["triton", "fa3", "tilewise"]
         pool = MHATokenToKVPool(64, PAGE, torch.float32, KV_HEADS, DIM, 1)
-        made = registered.backends["tilewise"](model_runner(pool, torch.float32, REQUESTS, CONTEXT))
+        made = registered.backends["tilewise"](stand_in.model_runner(pool, torch.float32, REQUESTS, CONTEXT))
         assert type(made).__name__ == "TilewiseAttnBackend"
 
 
@@ -295,7 +286,7 @@ RUNNERS: dict[str, tuple[dict[str, Any], str]] = {
     "chunks": ({"config": {"is_local_attention_model": True}}, "chunk"),
     "drafts": ({"spec_algorithm": SimpleNamespace(is_none=lambda: False)}, "speculative"),
     "unified memory": ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "--enable-unified-memory"),
-    "two pools": ({"token_to_kv_pool": SWAKVPool()}, "--disable-hybrid-swa-memory"),
+    "two pools": ({"token_to_kv_pool": stand_in.SWAKVPool()}, "--disable-hybrid-swa-memory"),
     "another dtype": ({"dtype": torch.bfloat16}, "torch.bfloat16"),
     "e5m2": ({"token_to_kv_pool": MHATokenToKVPool(*POOL[:2], torch.float8_e5m2, *POOL[3:])}, "e5m2"),
     "layout": ({"token_to_kv_pool": MHATokenToKVPool(*POOL, kv_cache_layout="vectorized_5d")}, "vectorized_5d"),
@@ -307,7 +298,7 @@ def test_servers_that_are_refused(name: str) -> None:
     changed, words = RUNNERS[name]
     given: dict[str, Any] = {"pool": MHATokenToKVPool(*POOL), "dtype": torch.float32} | changed
     with pytest.raises(tw.Unsupported, match=words):
-        _made(model_runner(max_requests=REQUESTS, context=CONTEXT, **given))
+        _made(stand_in.model_runner(max_requests=REQUESTS, context=CONTEXT, **given))
 
 
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {

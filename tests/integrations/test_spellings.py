@@ -21,7 +21,6 @@ ROWS = X[:, :3].flatten(0, 1)
 TOTALS = torch.tensor([0, 2, 6], dtype=torch.int32)
 PAGES = torch.zeros(4, 8, 4, 16)
 FIVE = torch.tensor([5, 5], dtype=torch.int32)
-TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
 
 
 def varlen(module: Any, **given: Any) -> Tensor:
@@ -136,9 +135,6 @@ NAMED: dict[str, tuple[Any, str]] = {
     "no cache": (lambda: cached(k_cache=None), "k_cache"),
     "rows in a list": (lambda: cached(cache_batch_idx=[0, 1]), "cache_batch_idx"),
     "True tokens": (lambda: cached(cache_seqlens=True), "cache_seqlens"),
-    "longer than the cache": (lambda: cached(cache_seqlens=4 * FIVE), "cache_seqlens"),
-    "another page": (lambda: cached(block_table=TABLE + 9), "block_table"),
-    "another page of FA3": (lambda: cached(fa3, page_table=TABLE + 9), "page_table"),
 }  # fmt: skip
 
 

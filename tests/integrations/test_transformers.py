@@ -12,28 +12,11 @@ import tilewise as tw
 
 pytest.importorskip("transformers")
 
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache, masking_utils
+from transformers import DynamicCache, StaticCache, masking_utils
 
+import tiny_models as tiny
 from tilewise.integrations.transformers import FLASH_NAME, NAME, forward, masks, register
-from tiny_models import (
-    CAUSAL,
-    NARROW,
-    WINDOW,
-    attend_with,
-    bert,
-    build,
-    excess,
-    llama,
-    mistral,
-    modernbert,
-    outputs_and_gradients,
-    t5,
-    t5gemma,
-    textbook,
-    textbook_mask,
-    tokens,
-    vit,
-)
+from tiny_models import CAUSAL, attend_with, build, excess, outputs_and_gradients, padded, register_textbook, tokens
 
 pytestmark = pytest.mark.slow
 
@@ -48,31 +31,13 @@ MODELS = pytest.mark.parametrize("name", list(CAUSAL))
 def registered() -> None:
     register()
     register()  # twice is once
-    AttentionInterface.register("textbook", textbook)
-    AttentionMaskInterface.register("textbook", textbook_mask)
+    register_textbook()
 
 
-def padded(where: str) -> dict[str, Tensor]:
-    """Two prompts of 19 tokens, the first of them 14 with padding on the left."""
-    ids = tokens(2, 19, device=where)
-    attention_mask = torch.ones_like(ids)
-    attention_mask[0, :5] = 0
-    return {"input_ids": ids, "attention_mask": attention_mask}
-
-
-def judge(
-    config: Any,
-    inputs: dict[str, Any],
-    where: str,
-    kind: str = "AutoModelForCausalLM",
-    valid: Tensor | None = None,
-    *,
-    plain: tuple[str, ...] = ("eager",),
-    seeds: int = 1,
-) -> None:
+def judge(config: Any, inputs: dict[str, Any], where: str, kind: str = "AutoModelForCausalLM", **options: Any) -> None:
     """The contract's rule for the logits and for every gradient; of several weights their geometric mean."""
-    found = []
-    for seed in range(seeds):
+    valid, plain, found = options.get("valid"), options.get("plain", ("eager",)), []
+    for seed in range(options.get("seeds", 1)):
         wide = build(config, kind, device=where, dtype=torch.float64, seed=seed)
         exact = outputs_and_gradients(wide, "textbook", widened(inputs), valid)
         model = build(config, kind, device=where, seed=seed)
@@ -97,13 +62,13 @@ def test_logits_and_gradients_are_those_of_eager_attention(name: str, where: str
 @DEVICES
 @MODELS
 def test_padding_is_left_out(name: str, where: str) -> None:
-    inputs = padded(where)
+    inputs = padded(device=where)
     judge(CAUSAL[name](), inputs, where, valid=inputs["attention_mask"].bool())
 
 
 @DEVICES
 def test_bidirectional_models(where: str) -> None:
-    inputs = padded(where)
+    inputs = padded(device=where)
     valid = inputs["attention_mask"].bool()
     # The keys of BERT have most of themselves in common, so dq is a small difference of large terms (its rows sum
     # dS to 0) and keeps their rounding: delta = rowsum(dO * O), of which every recomputing backward has the rounded O,
@@ -111,16 +76,16 @@ def test_bidirectional_models(where: str) -> None:
     # with torch's fused attention and 1.7e-7 here; in one of them any two may differ by 4x. Biases of keys have no
     # gradient in theory, so what is left of it is rounding alone.
     over_weights: dict[str, Any] = {"plain": ("eager", "sdpa"), "seeds": 6}
-    judge(bert(), {"input_ids": inputs["input_ids"]}, where, "AutoModelForMaskedLM", **over_weights)
-    judge(bert(), inputs, where, "AutoModelForMaskedLM", valid, **over_weights)
+    judge(tiny.bert(), {"input_ids": inputs["input_ids"]}, where, "AutoModelForMaskedLM", **over_weights)
+    judge(tiny.bert(), inputs, where, "AutoModelForMaskedLM", valid=valid, **over_weights)
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)).to(where)
-    judge(vit(), {"pixel_values": pixels}, where, "AutoModelForImageClassification", **over_weights)
+    judge(tiny.vit(), {"pixel_values": pixels}, where, "AutoModelForImageClassification", **over_weights)
 
 
 @DEVICES
 def test_a_learned_bias_and_attention_across(where: str) -> None:
-    inputs = padded(where) | {"decoder_input_ids": tokens(2, 7, seed=1, device=where)}
-    judge(t5(), inputs, where, "AutoModelForSeq2SeqLM")
+    inputs = padded(device=where) | {"decoder_input_ids": tokens(2, 7, seed=1, device=where)}
+    judge(tiny.t5(), inputs, where, "AutoModelForSeq2SeqLM")
 
 
 @DEVICES
@@ -147,7 +112,7 @@ def test_packed_sequences_do_not_see_each_other(name: str, where: str) -> None:
 
 def test_a_packed_batch_is_trained_as_eager_attention_trains_it() -> None:
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((3, 16), (10, 9))])
-    judge(mistral(), {"input_ids": tokens(2, 19), "position_ids": positions}, "cpu")
+    judge(CAUSAL["mistral"](), {"input_ids": tokens(2, 19), "position_ids": positions}, "cpu")
 
 
 @DEVICES
@@ -156,11 +121,11 @@ def test_a_packed_batch_is_trained_as_eager_attention_trains_it() -> None:
 def test_greedy_generation_is_that_of_eager_attention(name: str, cache: str | None, where: str) -> None:
     model = build(CAUSAL[name](), device=where)
     options = {"max_new_tokens": 10, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
-    expected = model.generate(**padded(where), **options)
+    expected = model.generate(**padded(device=where), **options)
     assert len(set(expected[0, 19:].tolist())) > 1, "a model that repeats one token proves little"
     for implementation in (NAME, FLASH_NAME):
         model.set_attn_implementation(implementation)
-        assert torch.equal(model.generate(**padded(where), **options), expected)
+        assert torch.equal(model.generate(**padded(device=where), **options), expected)
 
 
 @MODELS
@@ -181,20 +146,20 @@ def test_a_prompt_in_chunks(name: str, kind: Any) -> None:
 
 
 def test_a_compiled_model_gives_the_same() -> None:
-    config = mistral()
+    config = CAUSAL["mistral"]()
     config.num_hidden_layers = 1
     model = build(config)
     with torch.no_grad():
-        expected = [model(tokens(2, 19)).logits, model(**padded("cpu")).logits[padded("cpu")["attention_mask"].bool()]]
+        expected = [model(tokens(2, 19)).logits, model(**padded()).logits[padded()["attention_mask"].bool()]]
         model.set_attn_implementation(NAME)
         compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(tokens(2, 19)).logits, expected[0], rtol=1e-5, atol=1e-5)
-        logits = compiled(**padded("cpu")).logits[padded("cpu")["attention_mask"].bool()]
+        logits = compiled(**padded()).logits[padded()["attention_mask"].bool()]
         torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_is_drawn_in_training_and_repeated_by_the_seed() -> None:
-    config = llama()
+    config = tiny.llama()
     config.attention_dropout = 0.5
     model = build(config)
     model.set_attn_implementation(NAME)
@@ -213,8 +178,8 @@ def test_dropout_is_drawn_in_training_and_repeated_by_the_seed() -> None:
 def test_a_wrong_window_would_be_noticed() -> None:
     """The models are sensitive enough for the comparisons above to mean something."""
     with torch.no_grad():
-        one, other = mistral(), mistral()
-        other.sliding_window = WINDOW + 1
+        one, other = CAUSAL["mistral"](), CAUSAL["mistral"]()
+        other.sliding_window = tiny.WINDOW + 1
         assert (build(one)(tokens(1, 19)).logits - build(other)(tokens(1, 19)).logits).abs().max() > 1e-2
 
 
@@ -223,11 +188,11 @@ def asked(**arguments: Any) -> Any:
     return masks.attention_mask_function(**({"batch_size": 2, "q_length": 8, "kv_length": 8} | arguments))
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("short", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize(
     "kind", ["causal", "bidirectional", "sliding_window_causal", "sliding_window_bidirectional", "static", "custom"]
 )
-def test_masks_read_as_those_of_eager_attention(kind: str, padded: bool) -> None:
+def test_masks_read_as_those_of_eager_attention(kind: str, short: bool) -> None:
     """By attention that is not tilewise's: in sums, in slices, in place."""
     arguments: dict[str, Any] = {"batch_size": 2, "q_length": 8, "kv_length": 8, "dtype": torch.bfloat16}
     if kind == "static":
@@ -237,7 +202,7 @@ def test_masks_read_as_those_of_eager_attention(kind: str, padded: bool) -> None
     else:
         made = getattr(masking_utils, f"{kind}_mask_function")
         arguments["mask_function"] = made(3) if "window" in kind else made
-    if padded:
+    if short:
         arguments["attention_mask"] = torch.arange(arguments["kv_length"])[None] >= torch.tensor([[3], [0]])
     expected = masking_utils.eager_mask(**arguments, allow_is_causal_skip=False)
     mask = masks.attention_mask_function(**arguments)
@@ -278,14 +243,14 @@ def test_a_window_to_both_sides_beside_few_keys(length: int, passed: int) -> Non
 
 @pytest.mark.parametrize(
     ("config", "kind"),
-    [(t5gemma, "AutoModelForSeq2SeqLM"), (modernbert, "AutoModelForMaskedLM")],
+    [(tiny.t5gemma, "AutoModelForSeq2SeqLM"), (tiny.modernbert, "AutoModelForMaskedLM")],
     ids=["t5gemma", "bert"],
 )
 @pytest.mark.parametrize("padding", [0, 1])
 def test_models_with_a_window_to_both_sides(config: Any, kind: str, padding: int) -> None:
     """Sequences shorter than the window, as long, and longer, where every model passes another number."""
     model = build(config(), kind)
-    for length in range(NARROW - 1, NARROW + 5):
+    for length in range(tiny.NARROW - 1, tiny.NARROW + 5):
         attention_mask = torch.ones(2, length, dtype=torch.int64)
         attention_mask[0, length - padding :] = 0
         inputs = {"input_ids": tokens(2, length), "attention_mask": attention_mask}
@@ -301,7 +266,7 @@ def test_models_with_a_window_to_both_sides(config: Any, kind: str, padding: int
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_mask_of_the_caller_is_all_of_the_mask(dtype: torch.dtype) -> None:
-    model = build(llama())
+    model = build(tiny.llama())
     keep = torch.rand(1, 1, 19, 19, generator=torch.Generator().manual_seed(0)) < 0.5
     keep |= torch.eye(19, dtype=torch.bool)
     added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)

@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from making import watched
 from tilewise.integrations.transformers import FLASH_NAME, NAME, paged, register
 from tiny_models import CAUSAL, build, llama, tokens
 
@@ -94,46 +95,30 @@ def test_steps_recorded_as_cuda_graphs(name: str, where: str) -> None:
     assert batched(model, prompts, settings(use_cuda_graph=True)) == expected
 
 
-class Watch:
-    """Counts the calls to one of the functions that attend to a cache, and what they are given."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self.function = getattr(paged, name)
-        self.calls: list[tuple[Any, ...]] = []
-        self.named: list[dict[str, Any]] = []
-        monkeypatch.setattr(paged, name, self)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.calls.append(args)
-        self.named.append(kwargs)
-        out: Tensor = self.function(*args, **kwargs)
-        return out
-
-
 @needs_psutil
 def test_the_cache_is_read_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_pages, packed = Watch(monkeypatch, "attention_after"), Watch(monkeypatch, "attention_varlen")
+    in_pages, packed = watched(monkeypatch, paged, "attention_after"), watched(monkeypatch, paged, "attention_varlen")
     model = build(llama())
     model.set_attn_implementation(FLASH_NAME)
     batched(model, prompts_of(5, 17, 9, 30), settings())
-    pages = [call[2][1] for call in in_pages.calls]
+    pages = [call.args[2][1] for call in in_pages]
     storages = {keys.data_ptr() for keys in pages}
     assert len(storages) == model.config.num_hidden_layers, "the same storage in every step, nothing gathered"
     assert all(keys.shape[1] == 8 for keys in pages)
-    assert len(packed.calls) == model.config.num_hidden_layers, "only the first step has nothing to read"
+    assert len(packed) == model.config.num_hidden_layers, "only the first step has nothing to read"
 
 
 @needs_psutil
 def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with a common prompt read the same pages."""
-    watch = Watch(monkeypatch, "attention_after")
+    watch = watched(monkeypatch, paged, "attention_after")
     model = build(llama())
     system = prompts_of(16)[0]
     prompts = [system + tail for tail in prompts_of(3, 4, 5)]
     expected = one_by_one(model, prompts)
     model.set_attn_implementation(FLASH_NAME)
     assert batched(model, prompts, settings(max_batch_tokens=19)) == expected
-    last = watch.named[-1]["block_table"]
+    last = watch[-1].named["block_table"]
     assert last.shape[0] > 1
     assert bool((last[:, :2] == last[0, :2]).all()), "two pages of the system prompt"
 
@@ -150,47 +135,49 @@ def test_tables_of_blocks_as_decoding_passes_them(monkeypatch: pytest.MonkeyPatc
         cb_config.max_blocks_per_request = 8
 
     monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", available)
-    watch = Watch(monkeypatch, "_last_slots")
+    watch = watched(monkeypatch, paged, "_last_slots")
     model = build(llama())
     prompts = prompts_of(5, 17, 9, 30)
     expected = one_by_one(model, prompts)
     model.set_attn_implementation(FLASH_NAME)
     assert batched(model, prompts, settings()) == expected
-    assert watch.calls
+    assert watch
 
 
-def step_of(slots: list[int], fill: int) -> paged.Step:
+TRASH, SLOTS = 39, [8, 9, 10, 11, 4, 5, 16, 17, 18]
+
+
+def step_of(fill: int) -> paged.Step:
     """Two requests with 6 and 3 keys, of which the last 2 and 1 are new; `fill` more of each to a fixed size."""
     cu_seqlens_q, cu_seqlens_k = (torch.tensor(x + x[-1:] * fill, dtype=torch.int32) for x in ([0, 2, 3], [0, 6, 9]))
-    write = [slots[4], slots[5], slots[8], *[TRASH] * fill]
+    write = [SLOTS[4], SLOTS[5], SLOTS[8], *[TRASH] * fill]
     return paged.Step(
         cu_seqlens_q, {"full_attention": cu_seqlens_k}, 3 + fill, {"full_attention": 8},
-        [torch.tensor(slots + [0] * fill)], [torch.tensor(write)], None,
+        [torch.tensor(SLOTS + [0] * fill)], [torch.tensor(write)], None,
     )  # fmt: skip
 
 
-TRASH = 39
+def cache_of(k: Tensor, v: Tensor, window: int = 1, **more: Any) -> SimpleNamespace:
+    """What is read of transformers' cache."""
+    given = {"layer_index_to_group_indices": {0: (0, 0)}, "sliding_windows": {0: window}, "write_trash_index": TRASH}
+    return SimpleNamespace(**given, block_size=4, key_cache=[k], value_cache=[v], **more)
 
 
 def test_what_fills_up_a_step_changes_nothing() -> None:
     """Steps of a fixed size have more rows than tokens, more sequences than requests, and slots nobody reads."""
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 40, 2, 8, generator=generator)
-    slots = [8, 9, 10, 11, 4, 5, 16, 17, 18]
     q, new_k, new_v = (torch.randn(1, heads, 7, 8, generator=generator) for heads in (4, 2, 2))
     outs = []
     for fill in (0, 4):
-        cache = SimpleNamespace(
-            layer_index_to_group_indices={0: (0, 0)}, sliding_windows={0: 1}, write_trash_index=TRASH, block_size=4,
-            key_cache=[k.clone()], value_cache=[v.clone()],
-        )  # fmt: skip
+        cache = cache_of(k.clone(), v.clone())
         rows = [t[:, :, : 3 + fill] for t in (q, new_k, new_v)]
-        outs.append(paged.attend_to_cache(0, rows[0], rows[1], rows[2], cache, step_of(slots, fill), {}))
-        assert torch.equal(cache.key_cache[0][slots[8]], new_k[0, :, 2])
+        outs.append(paged.attend_to_cache(0, rows[0], rows[1], rows[2], cache, step_of(fill), {}))
+        assert torch.equal(cache.key_cache[0][SLOTS[8]], new_k[0, :, 2])
     torch.testing.assert_close(outs[1][:, :3], outs[0])
     assert not outs[1][:, 3:].any()
-    keys = torch.cat([k[slots[:4]], new_k[0, :, :2].transpose(0, 1)])
-    values = torch.cat([v[slots[:4]], new_v[0, :, :2].transpose(0, 1)])
+    keys = torch.cat([k[SLOTS[:4]], new_k[0, :, :2].transpose(0, 1)])
+    values = torch.cat([v[SLOTS[:4]], new_v[0, :, :2].transpose(0, 1)])
     expected = tw.attention(q[:, :, :2], *(t.transpose(0, 1)[None] for t in (keys, values)), causal=True)
     torch.testing.assert_close(outs[0][:, :2], expected.transpose(1, 2))
 
@@ -199,13 +186,9 @@ def test_gradients_reach_the_queries_of_a_step() -> None:
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 40, 2, 8, generator=generator)
     q, new_k, new_v = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2, 2))
-    slots = [8, 9, 10, 11, 4, 5, 16, 17, 18]
-    cache = SimpleNamespace(
-        layer_index_to_group_indices={0: (0, 0)}, sliding_windows={0: 1}, write_trash_index=TRASH, block_size=4,
-        key_cache=[k], value_cache=[v],
-    )  # fmt: skip
-    out = paged.attend_to_cache(0, q.requires_grad_(), new_k, new_v, cache, step_of(slots, 0), {})
-    keys, values = (t[slots[:6]].transpose(0, 1)[None] for t in (cache.key_cache[0], cache.value_cache[0]))
+    cache = cache_of(k, v)
+    out = paged.attend_to_cache(0, q.requires_grad_(), new_k, new_v, cache, step_of(0), {})
+    keys, values = (t[SLOTS[:6]].transpose(0, 1)[None] for t in (cache.key_cache[0], cache.value_cache[0]))
     expected = tw.attention(q[:, :, :2], keys, values, causal=True).transpose(1, 2)
     torch.testing.assert_close(out[:, :2], expected)
     found, wanted = (torch.autograd.grad(x.square().sum(), q)[0][:, :, :2] for x in (out[:, :2], expected))
@@ -230,11 +213,8 @@ def test_what_is_refused_writes_nothing(wrong: str, ring: bool) -> None:
     changes = dict(REFUSED[wrong])
     k, v = torch.full((2, 40, 2, 8), 5.0)
     written: list[Any] = []
-    cache = SimpleNamespace(
-        layer_index_to_group_indices={0: (0, 0)}, sliding_windows={0: 4 if ring else 1}, write_trash_index=TRASH,
-        block_size=4, key_cache=[k], value_cache=[v], update=lambda *given: written.append(given),
-    )  # fmt: skip
-    step = step_of([8, 9, 10, 11, 4, 5, 16, 17, 18], 0)
+    cache = cache_of(k, v, 4 if ring else 1, update=lambda *given: written.append(given))
+    step = step_of(0)
     full = {"cu_seq_lens_k": step.cu_seq_lens_k["full_attention"], "max_length_k": 8}
     step = dataclasses.replace(step, **full, sliding_window=changes.pop("sliding_window", None))
     rows = [changes.pop(name, torch.zeros(1, n, 3, 8)) for name, n in (("query", 4), ("key", 2), ("value", 2))]

@@ -15,26 +15,17 @@ import tilewise as tw
 pytest.importorskip("transformers")
 
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface
 
+import tiny_models as tiny
+from making import watched
 from tilewise.integrations.cache import latent_of
 from tilewise.integrations.transformers import FLASH_NAME, NAME, absorb, latent_cache, register
-from tiny_models import (
-    VOCABULARY,
-    attend_with,
-    build,
-    excess,
-    llama,
-    outputs_and_gradients,
-    textbook,
-    textbook_mask,
-    tokens,
-)
+from tiny_models import attend_with, build, excess, llama, outputs_and_gradients, padded, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
@@ -48,8 +39,7 @@ MODELS = pytest.mark.parametrize("name", CONFIGS)
 @pytest.fixture(autouse=True, scope="module")
 def registered() -> None:
     register()
-    AttentionInterface.register("textbook", textbook)
-    AttentionMaskInterface.register("textbook", textbook_mask)
+    tiny.register_textbook()
 
 
 def config_of(name: str, **changes: Any) -> Any:
@@ -60,32 +50,12 @@ def model_of(name: str = "DeepseekV3Config", **changes: Any) -> Any:
     return build(config_of(name, **changes))
 
 
-def padded() -> dict[str, Tensor]:
-    ids = tokens(2, 19)
-    attention_mask = torch.ones_like(ids)
-    attention_mask[0, :5] = 0
-    return {"input_ids": ids, "attention_mask": attention_mask}
-
-
 def generate(model: Any, implementation: str, **options: Any) -> tuple[Tensor, Tensor]:
     """Tokens and scores of a greedy continuation."""
     attend_with(model, implementation)
     given: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None} | options
     found = model.generate(**padded(), return_dict_in_generate=True, output_logits=True, **given)
     return found.sequences, torch.stack(found.logits)
-
-
-def count_expanded(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The keys of every expansion, as they come."""
-    kind = type(model.model.layers[0].self_attn)
-    original, found = kind.expand_kv, []
-
-    def counted(self: Any, kv_nope: Tensor, k_rot: Tensor) -> Any:
-        found.append(kv_nope.shape[2])
-        return original(self, kv_nope, k_rot)
-
-    monkeypatch.setattr(kind, "expand_kv", counted)
-    return found
 
 
 @MODELS
@@ -108,13 +78,13 @@ def test_generated_tokens_are_those_of_eager_attention(
 ) -> None:
     model = model_of(name)
     ids, logits = generate(model, "eager")
-    expanded = count_expanded(model, monkeypatch)
+    expanded = watched(monkeypatch, type(model.model.layers[0].self_attn), "expand_kv")
     found = [generate(model, implementation)]
     assert absorb(model) == 2
     expanded.clear()
     found.append(generate(model, implementation))
     # The prompt is expanded in both layers, and nothing after it.
-    assert expanded == [19, 19]
+    assert [call.args[1].shape[2] for call in expanded] == [19, 19]
     cache = latent_cache(model.config, 40)
     found.append(generate(model, implementation, past_key_values=cache))
     for layer in cache.layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,14 +19,13 @@ import transformers
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tilewise.integrations import sglang
 from tilewise.integrations.transformers import FLASH_NAME, NAME, forward, masks, register
-from tiny_models import SIZES, SPREAD, VOCABULARY, bert, llama, tokens
+from tiny_models import PLAIN, STILL, VOCABULARY, bert, build, llama, padded, tokens
 
 pytestmark = pytest.mark.slow
 
 NAMES = pytest.mark.parametrize("name", [NAME, FLASH_NAME])
-PLAIN = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
-STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -34,23 +34,7 @@ def registered() -> None:
 
 
 def model_of(cls: str, config: Any, name: str) -> Any:
-    """A model with random weights that make attention matter."""
-    import copy
-
-    torch.manual_seed(0)
-    model = getattr(transformers, cls)._from_config(copy.deepcopy(config), attn_implementation=name).float().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * SPREAD)
-    return model
-
-
-def padded() -> dict[str, Tensor]:
-    """Two rows of 13 tokens, the first of them 9 with padding on the left."""
-    attention_mask = torch.ones(2, 13, dtype=torch.int64)
-    attention_mask[0, :4] = 0
-    return {"input_ids": tokens(2, 13), "attention_mask": attention_mask}
+    return build(config, cls, attention=name)
 
 
 def output(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -128,7 +112,7 @@ def test_models_with_attention_of_their_own_run_eager_attention(
     logger = logging.getLogger("transformers.tilewise")
     monkeypatch.setattr(logger, "warning_once", said.append, raising=False)
     cls, config = OWN[kind]
-    model = compare(cls, config(), name, padded())
+    model = compare(cls, config(), name, padded(13))
     assert count() == 0
     assert model.config._attn_implementation == "eager"
     assert any(f"{cls} computes its attention itself" in words and f'"{name}"' in words for words in said)
@@ -237,17 +221,10 @@ def test_output_attentions_is_refused_once_the_name_is_set() -> None:
     assert len(model(**inputs, output_attentions=True).attentions) == 2
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "guidance_scale",
-        "vision_feature_select_strategy",
-        "mm_token_type_ids",
-        "min_new_tokens",
-        "num_beams",
-        "input_ids",
-    ],
-)
+OF_OTHERS = "guidance_scale vision_feature_select_strategy mm_token_type_ids min_new_tokens num_beams input_ids"
+
+
+@pytest.mark.parametrize("argument", OF_OTHERS.split())
 def test_arguments_of_other_parts_of_a_model_reach_attention(argument: str) -> None:
     """Janus, Video-LLaVA, DiffusionGemma, Parakeet and GLM-5-Next pass all of theirs on."""
     attend = ALL_ATTENTION_FUNCTIONS[NAME]
@@ -277,3 +254,17 @@ def test_a_class_of_the_users_own_is_like_the_class_it_is_made_from() -> None:
     other = type("Other", (transformers.XGLMForCausalLM,), {})
     assert mine._from_config(llama(), attn_implementation=NAME).config._attn_implementation == NAME  # type: ignore[attr-defined]
     assert other._from_config(xglm(), attn_implementation=NAME).config._attn_implementation == "eager"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("offer", "words"),
+    [(register, r"pip install 'tilewise\[transformers\]'"), (sglang.register, "pip install sglang")],
+    ids=["transformers", "sglang"],
+)
+def test_a_library_that_is_not_installed_is_named(
+    offer: Callable[[], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("transformers", "sglang"):
+        monkeypatch.setitem(sys.modules, name, None)  # which makes its import fail
+    with pytest.raises(ModuleNotFoundError, match=words):
+        offer()

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import cascade, settings
+from tilewise import settings
 from tilewise.fp8.rounding import encode_rows
 from tilewise.integrations import vllm as plugin
 from tilewise.integrations.engines import Layer
-from vllm_stand_in import CommonAttentionMetadata, CrossAttentionSpec, FullAttentionSpec, KVQuantMode, installed
+from vllm_stand_in import CrossAttentionSpec, FullAttentionSpec, KVQuantMode, installed, metadata_of
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -92,23 +92,11 @@ class Engine:
             self.keys[request] = torch.cat([self.keys[request], self.random(count, KV_HEADS, DIM)])
             self.values[request] = torch.cat([self.values[request], self.random(count, KV_HEADS, self.head_dim_v)])
         self.counts, self.requests = counts, requests
-        lengths = [len(self.keys[r]) for r in requests] + [0] * padding
+        lengths = [len(self.keys[r]) for r in requests]
         table = torch.zeros(len(lengths), max(len(p) for p in self.pages) + 2, dtype=torch.int32)
         for row, request in enumerate(requests):
             table[row, : len(self.pages[request])] = torch.tensor(self.pages[request], dtype=torch.int32)
-        totals = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
-        return CommonAttentionMetadata(
-            query_start_loc=totals,
-            query_start_loc_cpu=totals,
-            seq_lens=torch.tensor(lengths, dtype=torch.int32),
-            num_reqs=len(lengths),
-            num_actual_tokens=sum(counts) + padding,
-            max_query_len=max(counts),
-            max_seq_len=max(lengths),
-            block_table_tensor=table,
-            slot_mapping=torch.tensor([*slots, *[-1] * padding]),
-            **others,
-        )
+        return metadata_of(lengths, counts, table, slots, padding, **others)
 
     def step(self, requests: list[int], counts: list[int], padding: int = 0, extra: int = 0, **others: Any) -> Tensor:
         """Runs a step as a layer of vLLM does. `extra` rows follow the step's."""
@@ -350,10 +338,9 @@ def test_a_cache_in_int8(classes: Any, dtype: torch.dtype, heads_first: bool) ->
         engine.impl.layer.write(rows, rows, engine.cache, slots.int())
 
 
-def test_equal_first_pages_are_read_once(classes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("always_cascade")
+def test_equal_first_pages_are_read_once(classes: Any) -> None:
     """The rule leaves so few keys to every request; without its price they are grouped."""
-    monkeypatch.setitem(cascade.LAUNCH_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(cascade, "CPU_MERGE_SECONDS", 0.0)
     engine = Engine(classes)
     stem = engine.add()
     engine.step([stem], [100])

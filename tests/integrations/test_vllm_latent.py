@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import cascade
-from vllm_stand_in import CommonAttentionMetadata, FullAttentionSpec, installed
+from vllm_stand_in import FullAttentionSpec, installed, metadata_of
 
 HEADS, VALUES, ROTARY, BLOCK, BLOCKS, SCALE = 8, 64, 16, 16, 32, 0.17
 E4M3 = torch.float8_e4m3fn
@@ -38,23 +37,6 @@ def impl_of(classes: Any, kv_cache_dtype: str = "auto", **changes: Any) -> Any:
 def builder_of(classes: Any, block_size: int = BLOCK, transfer: Any = None) -> Any:
     config = SimpleNamespace(kv_transfer_config=transfer)
     return classes.TilewiseMLABuilder(FullAttentionSpec(block_size), ["layer"], config, torch.device("cpu"))
-
-
-def common_of(lengths: list[int], counts: list[int], table: Tensor, padding: int = 0, **others: Any) -> Any:
-    totals = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
-    rows = torch.cat((table[: len(lengths)], table.new_zeros(padding, table.shape[1])))
-    return CommonAttentionMetadata(
-        query_start_loc=totals,
-        query_start_loc_cpu=totals,
-        seq_lens=torch.tensor([*lengths, *[0] * padding], dtype=torch.int32),
-        num_reqs=len(lengths) + padding,
-        num_actual_tokens=sum(counts) + padding,
-        max_query_len=max(counts),
-        max_seq_len=max(lengths),
-        block_table_tensor=rows,
-        slot_mapping=torch.empty(0, dtype=torch.int64),
-        **others,
-    )
 
 
 class Engine:
@@ -89,7 +71,7 @@ class Engine:
         return kept
 
     def check(self, counts: list[int], padding: int = 0) -> Any:
-        common = common_of(self.lengths, counts, self.table, padding)
+        common = metadata_of(self.lengths, counts, self.table, [], padding)
         metadata = self.builder.build(0, common)
         total = metadata.num_decode_tokens
         q = torch.randn(total, HEADS, VALUES + ROTARY, generator=torch.Generator().manual_seed(1)).to(self.dtype)
@@ -134,8 +116,8 @@ def test_padding_of_a_captured_step(classes: Any) -> None:
     assert metadata.num_decode_tokens == 7
 
 
-def test_equal_first_pages_are_read_once(classes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
+@pytest.mark.usefixtures("always_cascade")
+def test_equal_first_pages_are_read_once(classes: Any) -> None:
     engine = Engine(classes, [70, 70], torch.float32)
     engine.table[1] = engine.table[0]
     engine.rows[1] = engine.rows[0]
@@ -175,7 +157,8 @@ def test_layers_that_are_refused(classes: Any, changes: dict[str, Any], reason: 
 
 
 def test_steps_and_caches_that_are_refused(classes: Any) -> None:
-    common = common_of([5], [1], torch.zeros(1, 2, dtype=torch.int32), dcp_local_seq_lens=torch.tensor([4]))
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    common = metadata_of([5], [1], table, [], dcp_local_seq_lens=torch.tensor([4]))
     with pytest.raises(tw.Unsupported, match="context parallelism"):
         builder_of(classes).build(0, common)
     with pytest.raises(tw.Unsupported, match="KV connectors"):

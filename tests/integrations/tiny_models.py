@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -26,115 +28,76 @@ SIZES: dict[str, Any] = {
 BOTH = ["sliding_attention", "full_attention"]
 
 
+def config(name: str, **options: Any) -> Any:
+    """A configuration of transformers, which is imported by whoever has it."""
+    return getattr(importlib.import_module("transformers"), name)(**options)
+
+
+# Neither grouped heads nor a head_dim of their own.
+PLAIN = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# A softcap, and a window in every other layer.
+CAPPED = {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8, "layer_types": BOTH}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": BOTH, "rope_parameters": ROPE}
+
+
 def llama() -> Any:
     """Grouped heads."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**SIZES)
-
-
-def qwen() -> Any:
-    """Normalised queries and keys."""
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**SIZES)
-
-
-def gemma2() -> Any:
-    """Softcap, and a window in every other layer."""
-    from transformers import Gemma2Config
-
-    extra = {"sliding_window": WINDOW, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8, "layer_types": BOTH}
-    return Gemma2Config(**SIZES, **extra)
-
-
-def gemma3() -> Any:
-    """Other rotary tables in layers with a window."""
-    from transformers import Gemma3TextConfig
-
-    return Gemma3TextConfig(**SIZES, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=BOTH)
-
-
-def mistral() -> Any:
-    """A window in every layer."""
-    from transformers import MistralConfig
-
-    return MistralConfig(**SIZES, sliding_window=WINDOW)
-
-
-def gpt_oss() -> Any:
-    """Sinks."""
-    from transformers import GptOssConfig
-
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    extra = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": BOTH, "rope_parameters": rope}
-    return GptOssConfig(**SIZES, sliding_window=WINDOW, **extra)
+    return config("LlamaConfig", **SIZES)
 
 
 CAUSAL: dict[str, Callable[[], Any]] = {
-    f.__name__: f for f in (llama, qwen, gemma2, gemma3, mistral, gpt_oss)
-}  # fmt: skip
+    "llama": llama,
+    # Normalised queries and keys.
+    "qwen": lambda: config("Qwen3Config", **SIZES),
+    "gemma2": lambda: config("Gemma2Config", **SIZES, **CAPPED, sliding_window=WINDOW),
+    # Other rotary tables in layers with a window.
+    "gemma3": lambda: config(
+        "Gemma3TextConfig", **SIZES, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=BOTH
+    ),
+    # A window in every layer.
+    "mistral": lambda: config("MistralConfig", **SIZES, sliding_window=WINDOW),
+    # Sinks.
+    "gpt_oss": lambda: config("GptOssConfig", **SIZES, **EXPERTS, sliding_window=WINDOW),
+}
 
 
 def bert() -> Any:
     """Bidirectional, with padding."""
-    from transformers import BertConfig
-
-    sizes = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
-    return BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return config("BertConfig", **PLAIN, **STILL)
 
 
 def vit() -> Any:
     """Bidirectional, 17 tokens, no mask at all."""
-    from transformers import ViTConfig
-
-    sizes = {
-        name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    }
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return ViTConfig(**sizes, **dropout, image_size=16, patch_size=4, num_labels=5)
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    return config("ViTConfig", **sizes, **STILL, num_attention_heads=4, image_size=16, patch_size=4, num_labels=5)
 
 
 def t5() -> Any:
     """A learned bias of positions, and attention across."""
-    from transformers import T5Config
-
     sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    return T5Config(**sizes, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0)
+    return config("T5Config", **sizes, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0)
 
 
 def t5gemma() -> Any:
     """A window to both sides in the encoder, to one in the decoder, and attention across."""
-    from transformers import T5GemmaConfig, T5GemmaModuleConfig
-
-    sizes = {name: size for name, size in SIZES.items() if name != "tie_word_embeddings"}
-    extra = {"sliding_window": NARROW, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8, "layer_types": BOTH}
-    parts = {part: T5GemmaModuleConfig(**sizes, **extra) for part in ("encoder", "decoder")}
-    return T5GemmaConfig(**parts, vocab_size=VOCABULARY, dropout_rate=0.0, tie_word_embeddings=False)
+    sizes = {name: size for name, size in SIZES.items() if name != "tie_word_embeddings"} | CAPPED
+    parts = {part: config("T5GemmaModuleConfig", **sizes, sliding_window=NARROW) for part in ("encoder", "decoder")}
+    return config("T5GemmaConfig", **parts, vocab_size=VOCABULARY, dropout_rate=0.0, tie_word_embeddings=False)
 
 
 def modernbert() -> Any:
     """A window to both sides, said otherwise."""
-    from transformers import ModernBertConfig
-
-    sizes = {name: size for name, size in SIZES.items() if name not in ("num_key_value_heads", "head_dim")}
-    return ModernBertConfig(**sizes, local_attention=2 * NARROW, global_attn_every_n_layers=2)
+    return config("ModernBertConfig", **PLAIN, local_attention=2 * NARROW, global_attn_every_n_layers=2)
 
 
-def build(
-    config: Any,
-    kind: str = "AutoModelForCausalLM",
-    *,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> Any:
-    """A model with the weights of a seed, on eager attention."""
-    import transformers
-
-    maker = getattr(transformers, kind)
+def build(config: Any, kind: str = "AutoModelForCausalLM", *, seed: int = 0, **options: Any) -> Any:
+    """A model with the weights of a seed; `device`, `dtype`, and `attention`, which is eager unless told otherwise."""
+    device, dtype = options.get("device", "cpu"), options.get("dtype", torch.float32)
+    maker = getattr(importlib.import_module("transformers"), kind)
     make = getattr(maker, "from_config", None) or maker._from_config
-    model = make(config, attn_implementation="eager").eval()
+    model = make(copy.deepcopy(config), attn_implementation=options.get("attention", "eager")).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,26 +107,26 @@ def build(
     return model.to(device=device, dtype=dtype)
 
 
+def padded(length: int = 19, device: str = "cpu") -> dict[str, Tensor]:
+    """Two prompts, the first of them with four or five tokens of padding on the left."""
+    ids = tokens(2, length, device=device)
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0, : -(-length // 4)] = 0
+    return {"input_ids": ids, "attention_mask": attention_mask}
+
+
 def tokens(batch: int, seqlen: int, *, seed: int = 0, device: str = "cpu") -> Tensor:
     """Random tokens, none of them special."""
     return torch.randint(3, VOCABULARY, (batch, seqlen), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def textbook(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float = 1.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **others: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **flags: Any
 ) -> tuple[Tensor, None]:
     """The formula, in the dtype of its inputs: transformers' eager attention takes its softmax in float32."""
+    softcap, s_aux, position_bias = (flags.get(name) for name in ("softcap", "s_aux", "position_bias"))
     key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
-    scores = query @ key.mT * scaling
+    scores = query @ key.mT * flags.get("scaling", 1.0)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if position_bias is not None:
@@ -183,6 +146,13 @@ def textbook_mask(**arguments: Any) -> Tensor:
 
     matrix: Tensor = sdpa_mask(**arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     return matrix
+
+
+def register_textbook() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register("textbook", textbook)
+    AttentionMaskInterface.register("textbook", textbook_mask)
 
 
 def attend_with(model: Any, implementation: str) -> None:

@@ -9,8 +9,6 @@ Names, arguments and defaults are vLLM's. `make test-vllm` runs the real engine.
 from __future__ import annotations
 
 import enum
-import sys
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,14 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CommonAttentionMetadata",
-    "CrossAttentionSpec",
-    "FullAttentionSpec",
-    "KVQuantMode",
-    "Registered",
-    "installed",
-]
+from standing_in import standing_in
 
 Metadata = TypeVar("Metadata")
 
@@ -192,42 +183,53 @@ class Registered:
         self.paths[backend if isinstance(backend, str) else backend.name] = class_path
 
 
+def metadata_of(
+    lengths: list[int], counts: list[int], table: Tensor, slots: list[int], padding: int = 0, **others: Any
+) -> CommonAttentionMetadata:
+    """Of a step of requests of these lengths, the last `counts` tokens of which are new, and of some that pad it."""
+    totals = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
+    return CommonAttentionMetadata(
+        query_start_loc=totals,
+        query_start_loc_cpu=totals,
+        seq_lens=torch.tensor([*lengths, *[0] * padding], dtype=torch.int32),
+        num_reqs=len(lengths) + padding,
+        num_actual_tokens=sum(counts) + padding,
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        block_table_tensor=torch.cat((table[: len(lengths)], table.new_zeros(padding, table.shape[1]))),
+        slot_mapping=torch.tensor([*slots, *[-1] * padding], dtype=torch.int64),
+        **others,
+    )
+
+
 @contextmanager
 def installed() -> Iterator[Registered]:
     """Within the block, `import vllm` finds the stand-ins."""
     registered = Registered()
-    backend = types.ModuleType("vllm.v1.attention.backend")
-    for part in (
-        AttentionType, AttentionCGSupport, MultipleOf, AttentionBackend, AttentionMetadataBuilder, AttentionImpl,
-        CommonAttentionMetadata,
-    ):  # fmt: skip
-        setattr(backend, part.__name__, part)
-    latent = types.ModuleType("vllm.model_executor.layers.attention.mla_attention")
-    for latent_part in (
-        MLACommonBackend, MLACommonDecodeMetadata, MLACommonImpl, MLACommonMetadata, MLACommonMetadataBuilder,
-        QueryLenSupport,
-    ):  # fmt: skip
-        setattr(latent, latent_part.__name__, latent_part)
-    specs = types.ModuleType("vllm.v1.kv_cache_interface")
-    specs.FullAttentionSpec = FullAttentionSpec  # type: ignore[attr-defined]
-    specs.KVQuantMode = KVQuantMode  # type: ignore[attr-defined]
-    registry = types.ModuleType("vllm.v1.attention.backends.registry")
-    registry.AttentionBackendEnum = AttentionBackendEnum  # type: ignore[attr-defined]
-    registry.register_backend = registered.register_backend  # type: ignore[attr-defined]
-    names = (
-        "vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.model_executor",
-        "vllm.model_executor.layers", "vllm.model_executor.layers.attention",
-    )  # fmt: skip
-    parts = (backend, specs, registry, latent)
-    modules = {name: types.ModuleType(name) for name in names} | {m.__name__: m for m in parts}
-    ours = [f"tilewise.integrations.vllm.{name}" for name in ("backend", "latent")]
-    before = {name: sys.modules.get(name) for name in (*modules, *ours)}
-    sys.modules.update(modules)
-    try:
+
+    def named(*parts: Any) -> dict[str, Any]:
+        return {part.__name__: part for part in parts}
+
+    modules = {
+        "vllm.v1.attention.backend": named(
+            AttentionType,
+            AttentionCGSupport,
+            MultipleOf,
+            AttentionBackend,
+            AttentionMetadataBuilder,
+            AttentionImpl,
+            CommonAttentionMetadata,
+        ),
+        "vllm.model_executor.layers.attention.mla_attention": named(
+            MLACommonBackend,
+            MLACommonDecodeMetadata,
+            MLACommonImpl,
+            MLACommonMetadata,
+            MLACommonMetadataBuilder,
+            QueryLenSupport,
+        ),
+        "vllm.v1.kv_cache_interface": named(FullAttentionSpec, KVQuantMode),
+        "vllm.v1.attention.backends.registry": named(AttentionBackendEnum, registered.register_backend),
+    }
+    with standing_in(modules, *(f"tilewise.integrations.vllm.{name}" for name in ("backend", "latent"))):
         yield registered
-    finally:
-        for name, module in before.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module

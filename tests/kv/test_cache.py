@@ -10,98 +10,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from shadow import KV_HEADS, LAYERS, Shadow
 from tilewise import cascade
 
-HEADS, KV_HEADS, DIM, DIM_V, LAYERS = 4, 2, 16, 24, 2
-Rows = tuple[Tensor, Tensor]
-
-
-class Shadow:
-    """A cache, and the rows it should hold: K and V are functions of a token and all tokens before it. Keys of
-    latents are the columns of V and those of K.
-    """
-
-    def __init__(self, page_size: int, dtype: torch.dtype, num_pages: int = 0, **options: Any) -> None:
-        pages = num_pages or -(-2000 // page_size)
-        self.head_dim = DIM_V + DIM if options.get("latent") else DIM
-        self.cache = tw.PagedKVCache(
-            pages, page_size, LAYERS, KV_HEADS, self.head_dim, dtype=dtype, device="cpu", head_dim_v=DIM_V, **options
-        )
-        # What nobody wrote must not matter.
-        self.cache.k.fill_(torch.nan)
-        self.cache.v.fill_(torch.nan)
-        self.dtype = dtype
-        self.tokens: dict[int, list[int]] = {}
-        self.known: dict[int, Tensor] = {}
-
-    def add(self, tokens: list[int]) -> int:
-        request = self.cache.add(tokens)
-        self.tokens[request] = list(tokens)
-        return request
-
-    def fork(self, request: int) -> int:
-        child = self.cache.fork(request)
-        self.tokens[child] = list(self.tokens[request])
-        return child
-
-    def rows(self, request: int, layer: int) -> Rows:
-        """K and V (tokens, heads, dim) of everything the request has."""
-        length, state, rows = self.cache.length(request), 0, []
-        for token in self.tokens[request][:length]:
-            state = hash((state, token, layer)) % 2**40
-            if state not in self.known:
-                generator = torch.Generator().manual_seed(state)
-                self.known[state] = torch.randn(KV_HEADS, DIM + DIM_V, generator=generator).to(self.dtype)
-            rows.append(self.known[state])
-        both = torch.stack(rows)
-        return both[..., :DIM], both[..., DIM:]
-
-    def step(self, requests: list[int], ids: dict[int, int] | None = None, **arguments: Any) -> list[int]:
-        """One step with both layers appended; returns the new tokens of each request."""
-        ids = ids or {}
-        before = {request: self.cache.length(request) for request in requests}
-        tokens = [ids.get(request) for request in requests]
-        for request, token in ids.items():
-            self.tokens[request].append(token)
-        total = self.cache.step(requests, tokens=tokens, **arguments)
-        counts = [self.cache.length(request) - before[request] for request in requests]
-        assert sum(counts) == total
-        for layer in range(LAYERS):
-            new = [
-                tuple(part[-count:] for part in self.rows(request, layer))
-                for request, count in zip(requests, counts, strict=True)
-            ]
-            self.cache.append(torch.cat([k for k, _ in new]), torch.cat([v for _, v in new]), layer=layer)
-        return counts
-
-    def check(self, requests: list[int], counts: list[int], *, exact: bool = True, **flags: Any) -> None:
-        """Attention over the pages is attention over the rows: of packed sequences, bit for bit if `exact`."""
-        torch.manual_seed(sum(counts))
-        q = torch.randn(sum(counts), HEADS, self.head_dim).to(self.dtype)
-        for layer in range(LAYERS):
-            out, lse = self.cache.attention(q, layer=layer, return_lse=True, **flags)
-            rows = [self.rows(request, layer) for request in requests]
-            if self.cache.latent:
-                rows = [(torch.cat((v, k), -1), v) for k, v in rows]
-            dense = dense_attention(q, rows, counts, self.dtype, **flags)
-            if exact:
-                assert torch.equal(out, dense[0])
-                assert torch.equal(lse, dense[1])
-            else:
-                judge(out, dense[0], dense_attention(q.double(), rows, counts, torch.float64, **flags)[0])
-
-
-def dense_attention(q: Tensor, rows: list[Rows], counts: list[int], dtype: torch.dtype, **flags: Any) -> Any:
-    lengths = torch.tensor([len(k) for k, _ in rows])
-    cu_q, cu_k = (torch.cat((torch.zeros(1), c.cumsum(0))).to(torch.int32) for c in (torch.tensor(counts), lengths))
-    k, v = (torch.cat(parts).to(dtype) for parts in zip(*rows, strict=True))
-    return tw.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True, **flags)
-
-
-def judge(out: Tensor, plain: Tensor, exact: Tensor) -> None:
-    """At most twice the error of the plain call, and a few ulp."""
-    allowed = 2 * (plain.double() - exact).abs().max() + 4 * torch.finfo(out.dtype).eps * exact.abs().max()
-    assert (out.double() - exact).abs().max() <= allowed
+HEADS, DIM, DIM_V = 4, 16, 24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
@@ -136,12 +48,6 @@ def live(shadow: Shadow, page_size: int) -> None:
     assert shadow.cache.stats().pages_held == 0
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cascade at any size."""
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
-
-
 def shared_batch(page_size: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Shadow, list[int]]:
     """Five requests: three with one prefix of 100 tokens, two with another of 50, in no order."""
     shadow = Shadow(page_size, dtype)
@@ -152,7 +58,7 @@ def shared_batch(page_size: int = 16, dtype: torch.dtype = torch.float32) -> tup
     return shadow, [first, second, others[2], others[0], others[1]]
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("always_cascade")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("flags", [{}, {"softcap": 2.0}, {"sinks": True}], ids=["plain", "softcap", "sinks"])
 def test_shared_prefixes_are_attended_once(dtype: torch.dtype, flags: dict[str, Any]) -> None:
@@ -169,7 +75,7 @@ def test_shared_prefixes_are_attended_once(dtype: torch.dtype, flags: dict[str, 
     assert shadow.cache.shared_prefix() is None
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("always_cascade")
 def test_prompts_behind_a_shared_prefix() -> None:
     shadow, requests = shared_batch()
     late = [shadow.add(list(range(100)) + [50 + n] * (20 + n)) for n in range(3)]
@@ -204,7 +110,7 @@ def test_the_plan_says_what_becomes_of_a_prefix(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-@pytest.mark.usefixtures("eager")
+@pytest.mark.usefixtures("always_cascade")
 @pytest.mark.parametrize("flags", [{"window": (30, 0)}, {"alibi_slopes": torch.linspace(0.1, 1, HEADS)}])
 def test_what_cannot_be_shared_is_computed_as_ever(flags: dict[str, Any]) -> None:
     shadow, requests = shared_batch()

@@ -1,5 +1,5 @@
-"""Paged calls on a CPU, with shared prefixes and without: one that was seen before answers as if nothing had been,
-whatever changed since, and hints that make no sense are refused.
+"""Calls on a CPU, dense and paged, with shared prefixes and without: one that was seen before answers as if nothing had
+been, whatever changed since, and hints that make no sense are refused.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
+from making import check_merging
 from tilewise import calls, cascade, device, settings, validation
-from tilewise.numerics import merge_partials
+from tilewise.testing.threads import one_thread
 
 BATCH, HEADS, KV_HEADS, DIM, SIZE, SHARED, OWN = 4, 4, 2, 16, 8, 3, 2
 
 
 class Batch:
-    """Four sequences with three pages in common and two of their own, decoded with a hint or without."""
+    """Four sequences with three pages in common and two of their own, decoded with a hint ("shared") or without
+    ("plain"); or "dense" ones.
+    """
 
-    def __init__(self, hinted: bool) -> None:
+    def __init__(self, kind: str) -> None:
         make, pages = torch.Generator().manual_seed(0), SHARED + BATCH * OWN
         self.k, self.v = torch.randn(2, pages, SIZE, KV_HEADS, DIM, generator=make).unbind()
         self.q = torch.randn(BATCH, HEADS, DIM, generator=make)
@@ -37,7 +40,9 @@ class Batch:
         self.keys = torch.tensor([SHARED * SIZE], dtype=torch.int32)
         self.starts = torch.tensor([0, BATCH], dtype=torch.int32)
         self.rows: Any = torch.arange(BATCH)
-        self.hinted, self.flags = hinted, dict[str, Any]()
+        self.kind, self.flags = kind, dict[str, Any]()
+        if kind == "dense":
+            self.q, self.k, self.v = (torch.randn(2, n, 9, DIM, generator=make) for n in (HEADS, KV_HEADS, KV_HEADS))
 
     @property
     def hint(self) -> cascade.SharedPrefix:
@@ -45,8 +50,10 @@ class Batch:
         return cascade.SharedPrefix(self.groups, *tensors)
 
     def attend(self, **flags: Any) -> Tensor:
-        flags = {**({"shared_prefix": self.hint} if self.hinted else {}), **self.flags, **flags}
-        out: Tensor = tw.attention_paged(self.q, self.k, self.v, self.table, self.lengths, **flags)
+        flags = {**({"shared_prefix": self.hint} if self.kind == "shared" else {}), **self.flags, **flags}
+        tables = () if self.kind == "dense" else (self.table, self.lengths)
+        call: Any = tw.attention if self.kind == "dense" else tw.attention_paged
+        out: Tensor = call(self.q, self.k, self.v, *tables, **flags)
         return out
 
 
@@ -56,22 +63,11 @@ def forget() -> None:
 
 
 @pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Cascade at any size, and no call was seen before."""
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
+def nothing_seen(always_cascade: None) -> Iterator[None]:
+    """No call was seen before."""
     forget()
     yield
     forget()
-
-
-@contextlib.contextmanager
-def threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Batch], None]:
@@ -146,14 +142,30 @@ CHANGES: dict[str, tuple[Callable[[Batch], None], str | None]] = {
     ),
 }  # fmt: skip
 
+# Those that need no pages.
+PAGED = re.compile("table|length|rows|row twice|totals|groups|halves|nobody|fewer pages|dtype|resized")
+DENSE = [name for name in CHANGES if not PAGED.search(name)]
+KINDS = [*((kind, name) for kind in ("shared", "plain") for name in CHANGES), *(("dense", name) for name in DENSE)]
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # What is in force during a call.
 AROUND: dict[str, Callable[[], Any]] = {
-    "one thread": lambda: threads(1),
+    "one thread": one_thread,
     "inference mode": torch.inference_mode,
     "no gradients": torch.no_grad,
     "autocast to bf16": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast to fp16": lambda: torch.autocast("cpu", torch.float16),
     "contents read": lambda: settings.overridden(check_values=True),
+    "deterministic algorithms": deterministic,
     "another backend": lambda: settings.overridden(backend="reference"),
     "no backend": lambda: settings.overridden(backend="hopper"),
     "another device": lambda: device.overridden(device.named("h200")),
@@ -170,11 +182,11 @@ def outcome(batch: Batch) -> Any:
     return [(t.tolist(), t.dtype, t.requires_grad, t.is_inference()) for t in results]
 
 
-def judge(hinted: bool, change: Callable[[Batch], None], around: Callable[[], Any]) -> Any:
+def judge(kind: str, change: Callable[[Batch], None], around: Callable[[], Any]) -> Any:
     """The outcome, the same with nothing remembered and after calls with the batch as it was and as it became."""
     found = []
     for seen in (False, True):
-        batch = Batch(hinted)
+        batch = Batch(kind)
         for _ in range(3 if seen else 0):
             batch.attend()
         change(batch)
@@ -186,30 +198,29 @@ def judge(hinted: bool, change: Callable[[Batch], None], around: Callable[[], An
                 found.append(outcome(batch))
         # Back to what it was: nothing of the change is left.
         if seen:
-            assert outcome(Batch(hinted)) == outcome(Batch(hinted)) == base(hinted)
+            assert outcome(Batch(kind)) == outcome(Batch(kind)) == base(kind)
     assert found[0] == found[1] == found[2] == found[3]
     return found[0]
 
 
-def base(hinted: bool) -> Any:
+def base(kind: str) -> Any:
     forget()
-    return outcome(Batch(hinted))
+    return outcome(Batch(kind))
 
 
-@pytest.mark.parametrize("hinted", [True, False], ids=["shared", "plain"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_changed_since_is_followed(name: str, hinted: bool) -> None:
+@pytest.mark.parametrize(("kind", "name"), KINDS)
+def test_what_changed_since_is_followed(kind: str, name: str) -> None:
     change, message = CHANGES[name]
-    found = judge(hinted, change, contextlib.nullcontext)
+    found = judge(kind, change, contextlib.nullcontext)
     if message is not None:
         assert isinstance(found, str)
         assert message in found
 
 
-@pytest.mark.parametrize("hinted", [True, False], ids=["shared", "plain"])
+@pytest.mark.parametrize("kind", ["shared", "plain", "dense"])
 @pytest.mark.parametrize("name", AROUND)
-def test_what_is_in_force_is_followed(name: str, hinted: bool) -> None:
-    judge(hinted, lambda _: None, AROUND[name])
+def test_what_is_in_force_is_followed(name: str, kind: str) -> None:
+    judge(kind, lambda _: None, AROUND[name])
 
 
 def test_packed_calls_with_bounds_read_their_lengths_every_time() -> None:
@@ -244,7 +255,7 @@ def test_packed_calls_with_bounds_read_their_lengths_every_time() -> None:
 
 
 def test_a_group_without_rows_changes_nothing() -> None:
-    batch, expected = Batch(True), Batch(False).attend()
+    batch, expected = Batch("shared"), Batch("plain").attend()
     batch.rows = None
     hint = batch.hint
     more = hint._replace(
@@ -259,7 +270,7 @@ def test_a_group_without_rows_changes_nothing() -> None:
 def test_what_is_not_a_number_stays_so_and_nothing_else() -> None:
     """In the prefix, which all sequences see, and behind it."""
     for page, rows in ((SHARED - 1, set(range(BATCH))), (SHARED + OWN, {1})):
-        batch = Batch(True)
+        batch = Batch("shared")
         batch.k[page] = torch.nan
         out = batch.attend()
         assert set(out.isnan().flatten(1).any(1).nonzero().flatten().tolist()) == rows
@@ -267,13 +278,13 @@ def test_what_is_not_a_number_stays_so_and_nothing_else() -> None:
 
 def test_fake_tensors_leave_nothing_behind() -> None:
     """Under a mode torch's own operations merge, and later calls with real tensors do not meet what it made."""
-    real = Batch(True)
+    real = Batch("shared")
     for _ in range(2):
         with FakeTensorMode(allow_non_fake_inputs=False):
-            fake = Batch(True)
+            fake = Batch("shared")
             assert type(fake.q) is not Tensor
             assert fake.attend().shape == real.q.shape
-        torch.testing.assert_close(real.attend(), Batch(False).attend())
+        torch.testing.assert_close(real.attend(), Batch("plain").attend())
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -302,7 +313,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_hints_that_make_no_sense_are_refused(name: str) -> None:
-    batch = Batch(True)
+    batch = Batch("shared")
     changes, message = BAD[name]
     with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
         batch.attend(shared_prefix=batch.hint._replace(**({"rows": None} | changes)))
@@ -310,16 +321,4 @@ def test_hints_that_make_no_sense_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("some", [False, True], ids=["first rows", "named rows"])
 def test_what_no_kernel_merges_is_merged_by_the_contract(some: bool) -> None:
-    make = torch.Generator().manual_seed(0)
-    out, part = (torch.randn(rows, 4, 8, generator=make, dtype=torch.float64) for rows in (7, 5))
-    lse, part_lse = (torch.randn(4, rows, generator=make, dtype=torch.float64) for rows in (7, 5))
-    rows = torch.tensor([6, 0, 3, 2, 5]) if some else torch.arange(5)
-    # Rubbish without weight, NaN with some, and nothing on either side.
-    lse[1, rows[0]], out[rows[0], 1] = -torch.inf, torch.nan
-    part_lse[2, 1], part[1, 2] = -900.0, torch.nan
-    part_lse[3, 4], part[4, 3] = torch.nan, torch.nan
-    lse[0, rows[2]], part_lse[0, 2] = -torch.inf, -torch.inf
-    want, want_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
-    cascade._merged(out, lse, part, part_lse, rows if some else None)
-    torch.testing.assert_close(out[rows], want, equal_nan=True)
-    torch.testing.assert_close(lse[:, rows], want_lse.mT, equal_nan=True)
+    check_merging(cascade._merged, torch.float64, some)

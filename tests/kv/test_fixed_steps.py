@@ -10,61 +10,17 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from shadow import KV_HEADS, LAYERS, SEATS, Served
 from tilewise.kv.tables import HostTables, StagedTables, Tables
 
-SEATS, HEADS, KV_HEADS, DIM, LAYERS, PAGE = 6, 4, 2, 16, 2, 4
+HEADS, DIM, PAGE = 4, 16, 4
 
 
-class Served:
-    """A cache with seats, and the K and V that its requests should have: (tokens, layers, 2, heads, dim) each."""
-
-    def __init__(self, tables: type[Tables], dtype: torch.dtype = torch.float32) -> None:
-        torch.manual_seed(0)
-        self.cache = tw.PagedKVCache(
-            64, PAGE, LAYERS, KV_HEADS, DIM, dtype=dtype, device="cpu", max_seqlen=48, max_requests=SEATS
-        )
-        self.cache._tables = tables(self.cache.book, self.cache.device)
-        if dtype == torch.float32:
-            self.cache.k.fill_(torch.nan)
-            self.cache.v.fill_(torch.nan)
-        self.kept: dict[int, Tensor] = {}
-
-    def prefill(self, tokens: list[int]) -> int:
-        request = self.cache.add(tokens)
-        count = self.cache.step([request])
-        # By token and place alone, so that a prefix that is shared has the rows it would have had.
-        rows = torch.stack([row_of(token, place) for place, token in enumerate(tokens)])
-        for layer in range(LAYERS):
-            self.cache.append(*rows[-count:, layer].unbind(1), layer=layer)
-        self.kept[request] = rows
-        return request
-
-    def decode(self, requests: list[int], token: int) -> None:
-        """A fixed step of some requests, every layer judged against dense attention."""
-        cache = self.cache
-        tokens = [100 * request + token for request in requests]
-        assert cache.step(requests, tokens=tokens, fixed=True) == SEATS
-        seats = cache.seats(requests)
-        new = torch.full((SEATS, LAYERS, 2, KV_HEADS, DIM), torch.nan)
-        for request, seat, own in zip(requests, seats, tokens, strict=True):
-            new[seat] = row_of(own, len(self.kept[request]))
-            self.kept[request] = torch.cat((self.kept[request], new[seat][None]))
-        q = torch.randn(SEATS, HEADS, DIM)
-        for layer in range(LAYERS):
-            cache.append(*new[:, layer].unbind(1), layer=layer)
-            self.judge(cache.attention(q, layer=layer), q, layer, requests, seats)
-
-    def judge(self, out: Tensor, q: Tensor, layer: int, requests: list[int], seats: list[int]) -> None:
-        for request, seat in zip(requests, seats, strict=True):
-            k, v = self.kept[request][:, layer].transpose(0, 1).double()
-            exact = tw.attention(q[seat][None, :, None].double(), *(t.transpose(0, 1)[None] for t in (k, v)))
-            torch.testing.assert_close(out[seat].double(), exact[0, :, 0], atol=2e-6, rtol=2e-6)
-        rest = [seat for seat in range(SEATS) if seat not in seats]
-        assert bool((out[rest] == 0).all())
-
-
-def row_of(token: int, place: int) -> Tensor:
-    return torch.randn(LAYERS, 2, KV_HEADS, DIM, generator=torch.Generator().manual_seed(97 * token + place))
+def served_by(tables: type[Tables] = HostTables) -> Served:
+    torch.manual_seed(0)
+    served = Served()
+    served.cache._tables = tables(served.cache.book, served.cache.device)
+    return served
 
 
 def places(cache: tw.PagedKVCache) -> tuple[int, ...]:
@@ -74,7 +30,7 @@ def places(cache: tw.PagedKVCache) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("tables", [HostTables, StagedTables])
 def test_a_fixed_batch_while_requests_grow_come_and_go(tables: type[Tables]) -> None:
-    served = Served(tables)
+    served = served_by(tables)
     cache = served.cache
     a, b = served.prefill([1] * 9), served.prefill([1] * 8 + [2, 3])
     served.decode([a], 5)
@@ -99,11 +55,11 @@ def test_a_fixed_batch_while_requests_grow_come_and_go(tables: type[Tables]) -> 
 
 
 def test_a_replayed_step_is_marked_as_written() -> None:
-    served = Served(HostTables)
+    served = served_by()
     cache = served.cache
     request = served.prefill([1, 2, 3])
     with pytest.raises(tw.InvalidProblem, match="step: expected"):
-        Served(HostTables).cache.mark_written()
+        served_by().cache.mark_written()
     cache.step([request], tokens=[4], fixed=True)
     with pytest.raises(tw.InvalidProblem, match="every layer of the step before appended"):
         cache.step([request], tokens=[5], fixed=True)
@@ -124,7 +80,7 @@ def test_a_replayed_step_is_marked_as_written() -> None:
     ],
 )
 def test_bad_fixed_steps_change_nothing(arguments: dict[str, Any], message: str) -> None:
-    served = Served(HostTables)
+    served = served_by()
     request = served.prefill([1, 2, 3])
     before = served.cache.stats()
     with pytest.raises(tw.InvalidProblem, match=message):
@@ -134,7 +90,7 @@ def test_bad_fixed_steps_change_nothing(arguments: dict[str, Any], message: str)
 
 
 def test_seats_are_counted() -> None:
-    served = Served(HostTables)
+    served = served_by()
     for n in range(SEATS):
         served.prefill([n])
     with pytest.raises(tw.InvalidProblem, match="at most max_requests = 6 at a time"):
@@ -186,7 +142,7 @@ def test_torch_s_default_device_and_dtype_change_nothing(tables: type[Tables], f
 
 @pytest.mark.parametrize("tables", [HostTables, StagedTables])
 def test_a_copy_lives_a_life_of_its_own(tables: type[Tables]) -> None:
-    served = Served(tables)
+    served = served_by(tables)
     requests = [served.prefill([1, 2, 3, 4, 5]), served.prefill([6, 7])]
     clone = copy.deepcopy(served)
     for token in range(2 * PAGE):  # both take pages that they were not copied with, each its own
@@ -195,7 +151,7 @@ def test_a_copy_lives_a_life_of_its_own(tables: type[Tables]) -> None:
 
 
 def test_a_cache_says_what_it_is() -> None:
-    served = Served(HostTables)
+    served = served_by()
     served.prefill([1, 2, 3, 4, 5])
     sizes = f"64 pages of {PAGE} tokens, {LAYERS} layers of {KV_HEADS} x {DIM}, torch.float32 on cpu"
     assert repr(served.cache) == f"<PagedKVCache: {sizes}; 1 requests hold 2 pages>"
@@ -205,7 +161,7 @@ def test_a_cache_says_what_it_is() -> None:
 @pytest.mark.parametrize("inference", [False, True])
 def test_gradients_of_a_fixed_step_are_taken_before_the_next_one(tables: type[Tables], inference: bool) -> None:
     """Its lengths are written in place: afterwards torch refuses, where other keys would be read in silence."""
-    served = Served(tables)
+    served = served_by(tables)
     request = served.prefill([1, 2, 3])
     q = torch.randn(SEATS, HEADS, DIM, requires_grad=True)
 

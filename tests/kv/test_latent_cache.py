@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import cascade
 from tilewise.fp8 import Fp8Tensor
 from tilewise.kv.quantised import new_scales, write_quantised
 
@@ -70,10 +69,10 @@ def test_e4m3_latents_have_one_scale_for_both_parts(dtype: torch.dtype) -> None:
     torch.testing.assert_close(cache.attention(q).float(), expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.usefixtures("always_cascade")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3], ids=["fp32", "bf16", "e4m3"])
-def test_forks_and_shared_prefixes_read_the_same_latents(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_and_shared_prefixes_read_the_same_latents(dtype: torch.dtype) -> None:
     """A cache that shares gives what one gives that does not, and a fork keeps its past when the other goes on."""
-    monkeypatch.setattr(cascade, "price_seconds", lambda *_: 0.0)
     given = torch.float32 if dtype == E4M3 else dtype
     results = []
     for sharing in (False, True):

@@ -98,11 +98,8 @@ def test_order_norm_and_rotary_dim(interleaved: bool, norm: str, rotary_dim: int
 def test_dtypes(dtype: torch.dtype, page_dtype: torch.dtype) -> None:
     """Rows, pages, weights and tables may have dtypes of their own; nothing is rounded in between."""
     given = inputs(dtype, page_dtype=page_dtype) | {"cos_sin": table(DIM, torch.float64)}
-    options: dict[str, Any] = {
-        "norm_eps": 1e-6,
-        "q_weight": torch.rand(DIM).bfloat16(),
-        "k_weight": torch.rand(DIM).half(),
-    }
+    weights = {"q_weight": torch.rand(DIM).bfloat16(), "k_weight": torch.rand(DIM).half()}
+    options: dict[str, Any] = {"norm_eps": 1e-6, **weights}
     out = append_rotated(**given, **options)
     assert out.dtype == dtype
     check(given, out, **options)
@@ -116,31 +113,25 @@ def test_a_table_in_bf16_is_read_as_it_is() -> None:
     )
 
 
-def test_int32_positions_of_any_order_and_equal_ones() -> None:
-    given = inputs()
-    given["positions"] = torch.tensor([LONGEST - 1, 0, 0, 7, 7, 3, 2, 1, 0], dtype=torch.int32)
-    check(given, append_rotated(**given))
+NO_SLOT = torch.full((9,), -1)
+STEPS: dict[str, tuple[int, dict[str, Any]]] = {
+    "int32 positions in any order": (9, {"positions": torch.tensor([LONGEST - 1, 0, 0, 7, 7, 3, 2, 1, 0]).int()}),
+    "nothing": (0, {}),
+    "one row": (1, {}),
+    "rows past the slots": (9, {"slots": torch.tensor([3, 9, 0, -1, 22])}),
+    "only rows past the slots": (9, {"slots": NO_SLOT[:0]}),
+    "no row with a slot": (9, {"slots": NO_SLOT}),
+    "a page whose first rows are another's": (1, {"slots": torch.tensor([PAGE_SIZE + 2])}),
+}
 
 
-@pytest.mark.parametrize("total", [0, 1])
-def test_few_rows(total: int) -> None:
-    given = inputs(total=total)
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_are_rotated_and_those_with_a_slot_written(name: str) -> None:
+    total, changes = STEPS[name]
+    given = inputs(total=total) | changes
     out = append_rotated(**given)
     assert out.shape == (total, HEADS, DIM)
     check(given, out)
-
-
-@pytest.mark.parametrize("count", [0, 5])
-def test_rows_past_the_slots_are_rotated_and_not_written(count: int) -> None:
-    given = inputs()
-    given["slots"] = given["slots"][:count]
-    check(given, append_rotated(**given))
-
-
-def test_no_row_has_a_slot() -> None:
-    given = inputs()
-    given["slots"].fill_(-1)
-    check(given, append_rotated(**given))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -170,14 +161,6 @@ def test_strides_of_every_tensor() -> None:
     out = torch.full((9, HEADS, 2 * DIM), torch.nan)[..., ::2]
     assert append_rotated(**every_second, out=out) is out
     check(given | {name: every_second[name] for name in ("k_pages", "v_pages")}, out)
-
-
-def test_a_page_that_others_share_keeps_its_other_rows() -> None:
-    """The first rows of a page belong to another request: only the named slot of it changes."""
-    given = inputs(total=1)
-    given["slots"] = torch.tensor([PAGE_SIZE + 2])
-    out = append_rotated(**given)
-    check(given, out)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -449,26 +432,16 @@ def test_a_kept_launch_is_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> N
         append_rotated(**first | {"k_pages": over[1], "v_pages": over[0]})
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"max_seqlen": None}, "max_seqlen"),
-        ({"max_seqlen": 2.5}, "max_seqlen"),
-        ({"max_seqlen": -1}, "max_seqlen"),
-        ({"rotary_dim": "8"}, "rotary_dim"),
-        ({"rotary_dim": 0}, "rotary_dim"),
-        ({"rotary_dim": 7}, "rotary_dim"),
-        ({"rotary_dim": True}, "rotary_dim"),
-        ({"base": None}, "base"),
-        ({"base": "1e4"}, "base"),
-        ({"base": 0.0}, "base"),
-        ({"base": math.nan}, "base"),
-        ({"dtype": torch.int32}, "dtype"),
-        ({"dtype": None}, "dtype"),
-    ],
-    ids=str,
-)
-def test_tables_that_make_no_sense(changes: dict[str, Any], name: str) -> None:
-    given: dict[str, Any] = {"max_seqlen": 32, "rotary_dim": 8, "device": "cpu"} | changes
+WRONG: dict[str, list[Any]] = {
+    "max_seqlen": [None, 2.5, -1],
+    "rotary_dim": ["8", 0, 7, True],
+    "base": [None, "1e4", 0.0, math.nan],
+    "dtype": [torch.int32, None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_tables_that_make_no_sense(name: str, value: Any) -> None:
+    given: dict[str, Any] = {"max_seqlen": 32, "rotary_dim": 8, "device": "cpu"} | {name: value}
     with pytest.raises(tw.InvalidProblem, match=f"^{name}: "):
         rotary_table(**given)

@@ -6,6 +6,7 @@ Triton decides when a kernel is defined whether it is interpreted, so these test
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import check_merging
+from quantised_rows import check_e4m3, check_int8
 from tilewise import device as devices
 from tilewise.backends.base import QuantisedRows
-from tilewise.numerics import merge_partials
 
 triton = pytest.importorskip("triton")
 
@@ -24,9 +26,10 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 pytestmark = pytest.mark.slow
 inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+outside = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
+@outside
 @pytest.mark.parametrize("device", ["h200", "a100"])
 def test_the_kernels_compile_without_a_gpu_and_move_16_bytes_a_thread(device: str) -> None:
     from tilewise.backends.gpu import compilation
@@ -43,7 +46,7 @@ def test_the_kernels_compile_without_a_gpu_and_move_16_bytes_a_thread(device: st
         assert compilation.compile_call(merge, devices.named(device), -1).asm["ptx"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
+@outside
 @pytest.mark.parametrize(
     ("device", "rows", "page_size", "dim"),
     [
@@ -74,93 +77,38 @@ def test_the_kernel_that_quantises_compiles_without_a_gpu(device: str, rows: int
         assert "st.global" in compilation.compile_call(call, spec, -1).asm["ptx"]
 
 
-@inside
-@pytest.mark.parametrize(
-    ("page_size", "prompts"), [(1, False), (3, True), pytest.param(16, False, marks=pytest.mark.exhaustive)]
-)
-def test_the_kernel_that_quantises_writes_the_bits_of_torch(
-    page_size: int, prompts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pages that start, go on, grow by 2^n or not at all, rows without slots, NaN, zeros, numbers below the floor."""
+@pytest.fixture(params=[False, True], ids=["decoding", "prompts"])
+def append(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernels that quantise, launched as for few rows and as for many."""
     from tilewise.backends.gpu import launching
     from tilewise.backends.triton import serving
-    from tilewise.kv.quantised import new_scales, write_quantised
 
-    monkeypatch.setattr(serving, "MANY_ROWS", 0 if prompts else 2048)
+    monkeypatch.setattr(serving, "MANY_ROWS", 0 if request.param else 2048)
     launching._described.cache_clear()
-    torch.manual_seed(2)
-    dims, heads, num_pages = (24, 40), 2, 3 * -(-30 // page_size)
-    mine, theirs = (
-        [torch.randint(0, 256, (num_pages, page_size, heads, dim), dtype=torch.uint8) for dim in dims] for _ in range(2)
-    )
-    for a, b in zip(mine, theirs, strict=True):
-        b.copy_(a)
-    scales = [[new_scales(1, num_pages, heads, torch.device("cpu"))[0] for _ in dims] for _ in range(2)]
-    latents = theirs[1].clone(), scales[1][1].clone()
-    lengths = {0: 0, 1: 0, 2: 0}
-    # Sequence s has the pages s, s + 3, ...; each takes some rows a step, and some rows of the batch go nowhere.
-    for step, size in enumerate((1.0, 1.0, 300.0, 1e-3, 1e-38, 1e30)):
-        slots: list[int] = []
-        for sequence in lengths:
-            count = (step + sequence) % 3 * 2 + 1
-            position = range(lengths[sequence], lengths[sequence] + count)
-            slots += [(sequence + 3 * (p // page_size)) * page_size + p % page_size for p in position] + [-1]
-            lengths[sequence] += count
-        rows = [size * torch.randn(len(slots), heads, dim) for dim in dims]
-        rows[0][0, 1, 3], rows[1][0, 0, 5], rows[1][1] = torch.nan, torch.inf, 0.0
-        rows[0] = rows[0].bfloat16()
-        where = torch.tensor(slots)
-        k_pages, v_pages = (t.view(torch.float8_e4m3fn) for t in mine)
-        serving.append_quantised(QuantisedRows(rows[0], rows[1], k_pages, v_pages, scales[0][0], scales[0][1], where))
-        for new, pages, scale in zip(rows, theirs, scales[1], strict=True):
-            write_quantised(new, pages.view(torch.float8_e4m3fn), scale, where)
+
+    def append(rows: Any, pages: Any, scales: Any, slots: Tensor) -> None:
         # Latents are rows without V.
-        alone, alone_scale = latents
-        serving.append_quantised(
-            QuantisedRows(rows[1], None, alone.view(torch.float8_e4m3fn), None, alone_scale, None, where)
-        )
-        assert torch.equal(alone, theirs[1])
-        assert torch.equal(alone_scale, scales[1][1])
-        for a, b in zip((*mine, *scales[0]), (*theirs, *scales[1]), strict=True):
-            assert torch.equal(a, b)
-    assert scales[0][0].unique().numel() > 2
+        alone, alone_scale = pages[1].clone(), scales[1].clone()
+        whole: Any = (*rows, *pages, *scales, slots)
+        serving.append_quantised(QuantisedRows(*whole))
+        if pages[0].dtype != torch.int8:
+            serving.append_quantised(QuantisedRows(rows[1], None, alone, None, alone_scale, None, slots))
+            assert torch.equal(alone.view(torch.uint8), pages[1].view(torch.uint8))
+            assert torch.equal(alone_scale, scales[1])
+
+    return append
 
 
 @inside
-@pytest.mark.parametrize("prompts", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def test_the_int8_kernel_writes_the_bits_of_torch(
-    dtype: torch.dtype, prompts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Slots in any order, rows without one, NaN, infinities, zeros, ties, magnitudes of all sizes, strided scales."""
-    from tilewise.backends.gpu import launching
-    from tilewise.backends.triton import serving
-    from tilewise.fp8.rounding import encode_rows
+@pytest.mark.parametrize("page_size", [1, 3, pytest.param(16, marks=pytest.mark.exhaustive)])
+def test_the_kernel_that_quantises_writes_the_bits_of_torch(page_size: int, append: Any) -> None:
+    check_e4m3(append, torch.bfloat16 if page_size == 3 else torch.float32, page_size, (1, 3, 5))
 
-    monkeypatch.setattr(serving, "MANY_ROWS", 0 if prompts else 2048)
-    launching._described.cache_clear()
-    torch.manual_seed(2)
-    heads, num_pages, page_size = 2, 5, 6
-    slots = torch.randperm(num_pages * page_size)[:20]
-    slots[::6] = -1
-    new = [(torch.randn(20, heads, dim) * 10.0 ** torch.linspace(-4, 4, 20)[:, None, None]) for dim in (24, 40)]
-    new[0][1, 1, 3], new[1][2, 0, 5], new[1][3], new[0][4] = torch.nan, torch.inf, 0.0, 127.0
-    new[0][4, :, 1:] = torch.arange(23) - 11.5
-    rows = [t.to(dtype) for t in new]
-    pages = [torch.randint(-128, 128, (num_pages, page_size, heads, dim), dtype=torch.int8) for dim in (24, 40)]
-    scales = [torch.full((num_pages, heads, page_size), 3.0) for _ in pages]
-    if prompts:  # next to each other, as in a cell of a token
-        scales = list(torch.full((num_pages, page_size, heads, 2), 3.0).transpose(1, 2).unbind(-1))
-    expected = [t.clone() for t in (*pages, *scales)]
-    serving.append_quantised(QuantisedRows(rows[0], rows[1], pages[0], pages[1], scales[0], scales[1], slots))
-    for n in range(2):
-        codes, scale = encode_rows(rows[n])
-        for row, slot in enumerate(slots.tolist()):
-            if slot >= 0:
-                expected[n][slot // page_size, slot % page_size] = codes[row]
-                expected[2 + n][slot // page_size, :, slot % page_size] = scale[row]
-    for a, b in zip((*pages, *scales), expected, strict=True):
-        torch.testing.assert_close(a, b, atol=0, rtol=0, equal_nan=True)
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_the_int8_kernel_writes_the_bits_of_torch(dtype: torch.dtype, append: Any) -> None:
+    check_int8(append, dtype, 6, 20, strided=dtype == torch.bfloat16)
 
 
 @inside
@@ -186,29 +134,7 @@ def test_rows_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
 def test_partial_rows_are_merged_in_place(dtype: torch.dtype, some: bool) -> None:
     from tilewise.backends.triton import serving
 
-    torch.manual_seed(0)
-    out, lse, part, part_lse = (
-        torch.randn(6, 4, 24).to(dtype),
-        torch.randn(4, 6),
-        torch.randn(3, 4, 24),
-        torch.randn(4, 3),
-    )
-    part = part.to(dtype)
-    rows = torch.tensor([4, 0, 2]) if some else torch.arange(3)
-    # One side without keys and with rubbish in it, the other, and both; of so little weight that it is 0.
-    lse[1, rows[0]], out[rows[0], 1] = -torch.inf, torch.nan
-    part_lse[2, 1], part[1, 2] = -torch.inf, torch.nan
-    lse[0, rows[2]], part_lse[0, 2] = -torch.inf, -torch.inf
-    lse[3, rows[0]], out[rows[0], 3], part_lse[3, 0] = -200.0, torch.nan, 0.0
-    lse[3, rows[1]], part_lse[3, 1], part[1, 3] = 0.0, -200.0, torch.nan
-    want, want_lse = merge_partials(out[rows], lse[:, rows].mT, part, part_lse.mT)
-    rest = [row for row in range(6) if row not in rows]
-    before = out[rest].clone(), lse[:, rest].clone()
-    serving.merge_rows(out, lse, part, part_lse, rows if some else None)
-    torch.testing.assert_close(out[rows], want)
-    torch.testing.assert_close(lse[:, rows], want_lse.mT)
-    assert torch.equal(out[rest], before[0])
-    assert torch.equal(lse[:, rest], before[1])
+    check_merging(serving.merge_rows, dtype, some)
 
 
 class Step(NamedTuple):
@@ -259,3 +185,192 @@ def test_pages_have_the_bits_of_packed_rows(page_size: int) -> None:
         longest = int(cu_q.diff().max())
         packed = tw.attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=longest, causal=True, backend="triton")
         assert torch.equal(out, packed)
+
+
+# --- kv.append_rotated against its definition
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+HEADS, KV_HEADS, DIM, DIM_V, PAGES, PAGE_SIZE, LONGEST = 3, 2, 24, 40, 8, 4, 40
+
+
+@pytest.fixture
+def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch for many rows, with heads in groups that do not divide their number."""
+    from tilewise.backends.gpu import launching
+    from tilewise.backends.triton import rotating
+
+    monkeypatch.setattr(rotating, "MANY_ROWS", 0)
+    monkeypatch.setattr(rotating, "MANY", (128, 2))
+    launching._described.cache_clear()
+
+
+def both(options: dict[str, Any], dtype: torch.dtype = torch.float32, in_place: bool = False, **changed: Any) -> Any:
+    """What the kernel and the definition make of the same tensors: [out, pages of k and v, scales]."""
+    from tilewise.backends.triton import BACKEND
+    from tilewise.kv import rotary_table
+    from tilewise.kv.rotated import _append, _packed
+    from tilewise.kv.rotated_arguments import Step
+
+    torch.manual_seed(0)
+    # Rows of a page are consecutive; some rows have no slot, and the last one is past the slots.
+    slots = torch.tensor([5, 6, 7, -1, 8, 9, 10, 11, 12, 30, -1, -1])
+    total = len(slots) + 1
+    positions = torch.randint(0, LONGEST, (total,), dtype=torch.int32)
+    # One row past the table, one before it.
+    positions[2], positions[5] = LONGEST, -1
+    page_dtype = changed.pop("page_dtype", dtype)
+    tensors: dict[str, Any] = {
+        "q": torch.randn(total, HEADS, DIM).to(dtype), "k": torch.randn(total, KV_HEADS, DIM).to(dtype),
+        "v": torch.randn(total, KV_HEADS, DIM_V).to(dtype), "out": None,
+        "k_pages": torch.randn(PAGES, PAGE_SIZE, KV_HEADS, DIM).to(page_dtype),
+        "v_pages": torch.randn(PAGES, PAGE_SIZE, KV_HEADS, DIM_V).to(page_dtype),
+        "slots": slots, "positions": positions,
+        "cos_sin": rotary_table(LONGEST, changed.pop("rotary_dim", DIM), device="cpu"),
+        "q_weight": None, "k_weight": None, "k_scale": None, "v_scale": None,
+    } | changed  # fmt: skip
+    results = []
+    for kernel in (True, False):
+        mine: dict[str, Any] = {name: None if t is None else t.clone() for name, t in tensors.items()}
+        mine["out"] = mine["q"] if in_place else torch.full_like(mine["q"], torch.nan)
+        step = Step(**mine)
+        if kernel:
+            packed = _packed(step)
+            BACKEND.bind_rotated(packed, in_place=in_place, **options)(packed)
+        else:
+            _append(step, on_host=False, **options)
+        found = (step.out, step.k_pages, step.v_pages, step.k_scale, step.v_scale)
+        results.append([t.float() for t in found if t is not None])
+    return results
+
+
+def compare(results: list[list[Tensor]], rtol: float = 2e-6) -> None:
+    mine, theirs = results
+    assert mine[0].isnan().any(), "positions that are not in the table"
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=rtol, rtol=rtol, equal_nan=True)
+
+
+@inside
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    ("interleaved", "norm", "rotary_dim", "in_place"),
+    [
+        (False, "none", DIM, False), (True, "plain", 10, True), (False, "weights", 2, False),
+        (True, "none", DIM, True), (False, "plain", 10, True), (True, "weights", 10, False),
+        *(pytest.param(*p, marks=pytest.mark.exhaustive)
+          for p in itertools.product([False, True], ["none", "plain", "weights"], [DIM, 10, 2], [False, True])),
+    ],
+)  # fmt: skip
+def test_the_kernel_computes_the_definition(
+    interleaved: bool, norm: str, rotary_dim: int, in_place: bool, large: bool, request: pytest.FixtureRequest
+) -> None:
+    if large:
+        request.getfixturevalue("many_rows")
+    options: dict[str, Any] = {"interleaved": interleaved, "norm_eps": None if norm == "none" else 0.1}
+    weights: dict[str, Any] = {"q_weight": torch.rand(DIM), "k_weight": torch.rand(DIM)} if norm == "weights" else {}
+    compare(both(options, rotary_dim=rotary_dim, in_place=in_place, **weights))
+
+
+@inside
+def test_the_kernel_rounds_once() -> None:
+    """The interpreter cuts bf16 off instead of rounding it: one unit in the last place."""
+    options = {"interleaved": False, "norm_eps": 1e-6}
+    compare(both(options, BF16, q_weight=torch.rand(DIM).bfloat16()), rtol=2**-7)
+    compare(both(options, torch.float32, page_dtype=BF16), rtol=2**-7)
+
+
+@inside
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("scales", ["given", "heads", "growing"])
+def test_the_kernel_writes_e4m3(scales: str, interleaved: bool, large: bool, request: pytest.FixtureRequest) -> None:
+    if large:
+        request.getfixturevalue("many_rows")
+    shape = {"given": (), "heads": (KV_HEADS,), "growing": (PAGES, KV_HEADS)}[scales]
+    k_scale, v_scale = (torch.full(shape, 2.0**n) for n in (-7, -9))
+    options = {"interleaved": interleaved, "norm_eps": 1e-6}
+    mine, theirs = both(options, page_dtype=E4M3, rotary_dim=10, k_scale=k_scale, v_scale=v_scale)
+    for a, b in zip(mine, theirs, strict=True):
+        # A value between two codes may fall to either.
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0.13, equal_nan=True)
+        assert ((a == b) | a.isnan()).float().mean() > 0.97 or a is mine[0]
+    if scales == "growing":
+        assert torch.equal(mine[3], theirs[3])
+        assert torch.equal(mine[4], theirs[4])
+
+
+@inside
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(("interleaved", "rotary_dim"), [(False, 10), (True, 10), (False, DIM)])
+def test_the_kernel_writes_int8(
+    interleaved: bool, rotary_dim: int, large: bool, request: pytest.FixtureRequest
+) -> None:
+    if large:
+        request.getfixturevalue("many_rows")
+    k_scale, v_scale = (torch.full((PAGES, KV_HEADS, PAGE_SIZE), 2.0) for _ in range(2))
+    options = {"interleaved": interleaved, "norm_eps": 1e-6}
+    mine, theirs = both(options, page_dtype=torch.int8, rotary_dim=rotary_dim, k_scale=k_scale, v_scale=v_scale)
+    for a, b in zip(mine[1:3], theirs[1:3], strict=True):
+        # A value between two codes may fall to either.
+        assert float((a - b).abs().max()) <= 1
+        assert float((a == b).float().mean()) > 0.99
+    for a, b in zip(mine[3:], theirs[3:], strict=True):
+        torch.testing.assert_close(a, b, atol=0, rtol=1e-6, equal_nan=True)
+    # Keys whose position is not in the table.
+    assert bool(mine[3].isnan().any())
+
+
+@inside
+def test_no_rows() -> None:
+    none: dict[str, Any] = {
+        name: torch.empty(0, heads, dim)
+        for name, heads, dim in (("q", HEADS, DIM), ("k", KV_HEADS, DIM), ("v", KV_HEADS, DIM_V))
+    }
+    empty = torch.empty(0, dtype=torch.int64)
+    mine, theirs = both({"interleaved": False, "norm_eps": None}, slots=empty, positions=empty, **none)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@outside
+@pytest.mark.parametrize(
+    ("device", "rows", "interleaved", "scales", "rotary_dim"),
+    [
+        ("h200", 8192, False, "none", 128),
+        ("h200", 64, False, "none", 128),
+        ("h200", 64, True, "growing", 64),
+        ("h200", 64, True, "int8", 64),
+        ("h200", 8192, False, "int8", 128),
+        ("a100", 8192, True, "given", 64),
+        *(
+            pytest.param(*p, marks=pytest.mark.exhaustive)
+            for p in itertools.product(
+                ["h200", "a100", "b200"], [64, 8192], [False, True], ["none", "given", "growing", "int8"], [64, 128])
+        ),
+    ],
+)  # fmt: skip
+def test_the_kernel_compiles_without_a_gpu(
+    device: str, rows: int, interleaved: bool, scales: str, rotary_dim: int
+) -> None:
+    from tilewise.backends.gpu import compilation
+    from tilewise.backends.gpu.launching import raw_views
+    from tilewise.backends.triton.rotating import Job, rotate_calls
+
+    spec = devices.named(device)
+    q, k = torch.zeros(8, 32, 128).bfloat16(), torch.zeros(8, 8, 128).bfloat16()
+    stored = {"none": BF16, "int8": torch.int8}.get(scales, E4M3)
+    pages, weight = torch.zeros(4, 64, 8, 128).to(stored), torch.zeros(128).bfloat16()
+    scale = {
+        "none": None, "given": torch.zeros(1).expand(8), "growing": torch.zeros(4, 8), "int8": torch.zeros(4, 8, 64),
+    }[scales]  # fmt: skip
+    index, turns = torch.zeros(8, dtype=torch.int64), torch.zeros(100, rotary_dim)
+    views = raw_views((q, k, k, q, pages, pages, index, index, turns, weight, weight, scale, scale))
+    kind, hardware = (scales == "growing", scales == "int8"), spec.has_fp8
+    job = Job(rows, rows, 32, 8, 100, 64, 128, 128, rotary_dim, 1e-6, interleaved, False, *kind, hardware)
+    (call,) = rotate_calls(job, views)
+    ptx = compilation.compile_call(call, spec, -1).asm["ptx"]
+    assert ("e4m3" in ptx) == (hardware and stored == E4M3)
+    if rotary_dim == 128 and scales == "none":
+        # q, k and v are moved 16 bytes at a time: only indices and weights are loaded otherwise.
+        assert ptx.count("ld.global.v4") >= 6
+        assert ptx.count("st.global.v4") >= 6
+        assert "st.global.b" not in ptx
