@@ -115,13 +115,15 @@ class Engine:
         self.q, self.output = q, output
         return output
 
-    def expected(self, **flags: Any) -> Tensor:
-        """Each request alone, by the reference."""
+    def expected(self, masks: dict[int, Tensor] | None = None, **flags: Any) -> Tensor:
+        """Each request alone, by the reference; `masks` are of whole requests, (length, length)."""
         parts, start = [], 0
         for request, count in zip(self.requests, self.counts, strict=True):
             q = self.q[start : start + count].transpose(0, 1)[None]
             k, v = (self.stored(t[request], s).transpose(0, 1)[None] for t, s in self._caches())
             call = {"causal": True} | flags
+            if masks is not None:
+                call = {"mask": masks[request][k.shape[2] - count : k.shape[2], : k.shape[2]]} | flags
             made = tw.attention(q.double(), k.double(), v.double(), scale=0.17, backend="reference", **call)
             parts.append(made[0].transpose(0, 1))
             start += count
@@ -254,6 +256,48 @@ def test_both_directions_over_pages(classes: Any) -> None:
     a, b = engine.add(), engine.add()
     engine.step([a, b], [40, 9], causal=False)
     engine.check(causal=False, window=(11, 11))
+
+
+SPANS = {0: [(4, 21), (22, 30)], 1: [(0, 3)], 2: [(40, 44)]}
+
+
+def seen_with_spans(request: int, window: int | None, is_clamped: bool) -> Tensor:
+    i, j = torch.arange(90)[:, None], torch.arange(90)
+    near = torch.ones(90, 90, dtype=torch.bool) if window is None else i - j < window
+    mask = (j <= i) & near
+    for first, last in SPANS[request]:
+        both = (i >= first) & (i <= last) & (j >= first) & (j <= last)
+        mask |= both & near if is_clamped else both
+    return mask
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("is_clamped", [False, True])
+@pytest.mark.parametrize("cache", ["model", "fp8", "int8"])
+def test_image_tokens_see_each_other(classes: Any, cache: str, window: int | None, is_clamped: bool) -> None:
+    given: dict[str, Any] = {"sliding_window": window, "sinks": torch.tensor([1.0, -2.0, 0.5, 3.0])}
+    options: dict[str, Any] = {}
+    if cache == "fp8":
+        options = {"scales": (torch.tensor(2.0**-6), torch.tensor(2.0**-5))}
+        given["kv_cache_dtype"] = "fp8"
+    if cache == "int8":
+        spec = FullAttentionSpec(BLOCK, DIM, DIM, KVQuantMode.INT8_PER_TOKEN_HEAD)
+        options = {"spec": spec, "is_int8": True, "head_dim_v": 80 - DIM}
+        given["kv_cache_dtype"] = "int8_per_token_head"
+    engine = Engine(classes, impl_options=given, **options)
+    engine.head_dim_v = DIM
+    engine.layer.mm_prefix_clamp_sliding_window = is_clamped
+    requests = [engine.add(), engine.add(), engine.add()]
+    masks = {r: seen_with_spans(r, window, is_clamped) for r in requests}
+    # A prompt; decoding beside prompts, of which one ends within a span; then none has a query in a span.
+    for chosen, counts in (([0], [33]), ([0, 2, 1], [1, 42, 12]), ([2, 0], [7, 1]), ([1, 0, 2], [1, 1, 1])):
+        spans = {row: SPANS[request] for row, request in enumerate(chosen)}
+        lengths = torch.tensor([len(engine.keys[r]) + n for r, n in zip(chosen, counts, strict=True)] + [0, 0])
+        engine.step(chosen, counts, 2, 3, mm_req_doc_ranges=spans, seq_lens_cpu_upper_bound=lengths)
+        engine.check(masks=masks, sinks=given["sinks"])
+        assert (engine.output[sum(counts) + 2 :] == 9.0).all()
+    assert engine.batch.spans is None
+    assert classes.TilewiseBackend.supports_mm_prefix()
 
 
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
@@ -408,7 +452,7 @@ def test_refusals_name_the_reason(classes: Any) -> None:
     ("asked", "reason"),
     [
         ({"causal": torch.tensor([True])}, "some requests are causal"),
-        ({"mm_req_doc_ranges": {0: [(1, 3)]}}, "image tokens"),
+        ({"mm_req_doc_ranges": {0: [(1, 3)]}, "causal": False}, "image tokens"),
         ({"rswa_prefix_lens": torch.tensor([4])}, "R-SWA"),
         ({"dcp_local_seq_lens": torch.tensor([4])}, "context parallelism"),
     ],

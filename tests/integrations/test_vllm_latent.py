@@ -60,7 +60,8 @@ class Engine:
             slots = torch.cat((slots, torch.tensor([-1])))
             new = torch.cat((rows, rows[:1]))
             scale = self.layer._k_scale
-            self.impl.do_kv_cache_update(new[:, :VALUES], new[:, None, VALUES:], self.cache, slots, "auto", scale)
+            parts = new[:, :VALUES], new[:, None, VALUES:]
+            self.impl.do_kv_cache_update(*parts, self.cache, slots, "auto", scale, False)
 
     def stored(self, rows: Tensor) -> Tensor:
         """What the cache holds of them."""

@@ -1,4 +1,4 @@
-"""Stand-ins for the parts of vLLM 0.32 that a backend imports, so that it can be driven where vLLM is not installed.
+"""Stand-ins for the parts of vLLM 0.33 that a backend imports, so that it can be driven where vLLM is not installed.
 
 Names, arguments and defaults are vLLM's. `make test-vllm` runs the real engine.
 """
@@ -86,6 +86,7 @@ class CommonAttentionMetadata:
     slot_mapping: Tensor
     causal: bool | Tensor = True
     dcp_local_seq_lens: Tensor | None = None
+    seq_lens_cpu_upper_bound: Tensor | None = None
     mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
     rswa_prefix_lens: Tensor | None = None
 

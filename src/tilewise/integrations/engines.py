@@ -13,8 +13,8 @@ head is `int8_cell` bytes: its keys, its values, and at the end their two scales
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from tilewise.kv.quantised import append_quantised
 from tilewise.kv.tables import shared_prefix_of
 from tilewise.kv.writing import write_rows
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
+from tilewise.tile_masks import TileMask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # What a layer attends to: pages of its own sequence, the step's own keys without a cache, or pages of an encoder.
@@ -51,6 +52,7 @@ class Batch:
     causal        whether a query sees only keys up to its own
     page_size     rows of a page, if known
     shared_prefix sequences that start with the same pages, if any are known
+    spans         sequences in which some tokens see each other in both directions, if there are any
     is_decode     every sequence has one query (padding included), so cu_seqlens_q is not needed
     """
 
@@ -63,6 +65,7 @@ class Batch:
     causal: bool = True
     page_size: int | None = None
     shared_prefix: SharedPrefix | None = None
+    spans: Spans | None = None
     is_decode: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +81,79 @@ class Batch:
             counts = self.cu_seqlens_q.diff().numpy()
             before = self.seqlens_k.numpy() - counts
             self.shared_prefix = shared_prefix_of(table.numpy(), before, counts, self.page_size)
+
+    def add_spans(
+        self, spans: Mapping[int, Sequence[tuple[int, int]]], starts: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Let the tokens first .. last of each span of a sequence, an image, see each other in both directions.
+
+        `starts` and `lengths` are cu_seqlens_q and seqlens_k in host memory. Spans without a query of this step change
+        nothing. Sequences with others are attended in a call of their own, with a mask.
+        """
+        assert self.page_size
+        assert self.causal
+        found = {}
+        for n, ranges in spans.items():
+            before = lengths[n] - (starts[n + 1] - starts[n])
+            found[n] = [
+                (first, last) for first, last in ranges if first < last and before <= last and first < lengths[n]
+            ]
+        chosen = [n for n, ranges in found.items() if ranges and starts[n] < starts[n + 1]]
+        if not chosen:
+            return
+        device, most = self.seqlens_k.device, max(len(found[n]) for n in chosen)
+        index = torch.tensor(chosen, device=device)
+        counts = torch.tensor([starts[n + 1] - starts[n] for n in chosen])
+        rows = torch.cat([torch.arange(starts[n], starts[n + 1]) for n in chosen]).to(device)
+        padded = torch.tensor([found[n] + [(0, -1)] * (most - len(found[n])) for n in chosen], device=device)
+        pages = -(-max(lengths[n] for n in chosen) // self.page_size)
+        part = replace(
+            self,
+            num_tokens=len(rows),
+            cu_seqlens_q=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int().to(device),
+            max_seqlen_q=int(counts.max()),
+            seqlens_k=self.seqlens_k[index],
+            block_table=self.block_table[index, :pages],
+            causal=False,
+        )
+        rest = None
+        if len(rows) < self.num_tokens:
+            # Without keys their rows are 0 until the other call writes them.
+            rest = replace(self, seqlens_k=self.seqlens_k.index_fill(0, index, 0))
+        self.spans = Spans(rows, part, rest, padded)
+
+
+@dataclass
+class Spans:
+    """The sequences of a step with tokens that see each other in both directions: their query `rows`, the `batch` of
+    them alone, the step without them (None if there are no others), and the `ranges` (first, last) of each.
+    """
+
+    rows: Tensor
+    batch: Batch
+    rest: Batch | None
+    ranges: Tensor
+    masks: dict[tuple[int | None, bool], TileMask] = field(default_factory=dict)
+
+    def mask(self, left: int | None, is_clamped: bool) -> TileMask:
+        """Keys up to the query's own, the `left` ones before it and no others if it is given, and those of the query's
+        span: all of them, or, if `is_clamped`, none further back than `left`.
+        """
+        if (left, is_clamped) not in self.masks:
+            batch, ranges = self.batch, self.ranges[:, None, None]
+            assert batch.page_size
+            position = torch.arange(batch.max_seqlen_q, device=ranges.device)
+            before = batch.seqlens_k - batch.cu_seqlens_q.diff()
+            position = (position + before[:, None])[:, None, :, None]
+            least = torch.zeros_like(position) if left is None else (position - left).clamp_min(0)
+            first, last = ranges.unbind(-1)
+            inside = (first <= position) & (position <= last)
+            first = torch.maximum(first, least) if is_clamped else first
+            starts = torch.cat([least, torch.where(inside, first, 0)], -1)
+            ends = torch.cat([position, torch.where(inside, last, -1)], -1) + 1
+            keys = batch.block_table.shape[1] * batch.page_size
+            self.masks[left, is_clamped] = TileMask.from_intervals(starts, ends, keys)
+        return self.masks[left, is_clamped]
 
 
 class _Pages(NamedTuple):
@@ -234,8 +310,23 @@ class Layer:
             k, v = (_encoded(rows, scale) for rows, scale in zip((k, v), pages.scales, strict=True))
         write_rows(k, v, *pages.written, slots)
 
-    def attend(self, q: Tensor, kv_cache: Cache, batch: Batch, out: Tensor, *scales: Tensor) -> None:
-        """Attention of the step's queries (tokens, num_heads, head_dim) to the pages, written into `out`."""
+    def attend(
+        self,
+        q: Tensor,
+        kv_cache: Cache,
+        batch: Batch,
+        out: Tensor,
+        *scales: Tensor,
+        mask: TileMask | None = None,
+        clamps_spans: bool = False,
+    ) -> None:
+        """Attention of the step's queries (tokens, num_heads, head_dim) to the pages, written into `out`.
+
+        `mask` replaces the layer's window. With `clamps_spans`, the window also ends what tokens of a span see.
+        """
+        if batch.spans is not None and self.role == "decoder":
+            self._attend_spans(q, kv_cache, batch.spans, out, *scales, is_clamped=clamps_spans)
+            return
         pages = self._of(kv_cache, *scales)
         k, v = pages.attended
         if batch.page_size is not None and batch.page_size != pages.page_size:
@@ -253,11 +344,24 @@ class Layer:
             max_seqlen_q=longest,
             shared_prefix=batch.shared_prefix,
             causal=causal,
-            window=self._windows[causal],
+            window=self._windows[causal] if mask is None else None,
+            mask=mask,
             alibi_slopes=None if self._slopes is None else self._alibi_on(q.device),
             out=out,
             **self._flags,
         )
+
+    def _attend_spans(
+        self, q: Tensor, kv_cache: Cache, spans: Spans, out: Tensor, *scales: Tensor, is_clamped: bool
+    ) -> None:
+        """Sequences with spans, and the others before them."""
+        if spans.rest is not None:
+            self.attend(q, kv_cache, spans.rest, out, *scales)
+        window = self._windows[True]
+        mask = spans.mask(None if window is None else window[0], is_clamped)
+        found = out.new_empty((len(spans.rows), *out.shape[1:]))
+        self.attend(q[spans.rows], kv_cache, spans.batch, found, *scales, mask=mask)
+        out[spans.rows] = found
 
     def attend_unpaged(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, out: Tensor) -> None:
         """Attention within the step's own sequences, in both directions, without a cache: for encoders."""

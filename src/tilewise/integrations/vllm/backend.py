@@ -1,4 +1,4 @@
-"""The classes that vLLM 0.32 asks a backend for. vLLM imports this module by name when the backend is chosen.
+"""The classes that vLLM 0.32 and 0.33 ask a backend for. vLLM imports this module by name when the backend is chosen.
 
 `TilewiseBackend` answers what it supports, `TilewiseBuilder` prepares a step once for all layers, `TilewiseImpl` is
 called by each layer. They only translate: `tilewise.integrations.engines` computes. What vLLM's CPU platform does not
@@ -126,6 +126,11 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Image tokens that see each other in both directions."""
+        return True
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         """An e4m3 cache may have a scale for each K/V head."""
         return True
@@ -150,7 +155,7 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
         """The batch of a step; `common_prefix_len` is always 0, shared prefixes are found in the block table."""
         del common_prefix_len
         common = common_attn_metadata
-        refusals.refuse_batch(common)
+        refusals.refuse_batch(common, takes_spans=True)
         batch = Batch(
             common.num_actual_tokens,
             common.query_start_loc,
@@ -161,7 +166,12 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
             bool(common.causal),
             self._page_size,
         )
-        if self._shares and not fast_build:
+        spans = refusals.spans_of(common)
+        if spans:
+            # Exact while a prompt is computed; the spans of a prompt end before its first token is decoded.
+            lengths = common.seq_lens if common.seq_lens_cpu_upper_bound is None else common.seq_lens_cpu_upper_bound
+            batch.add_spans(spans, common.query_start_loc_cpu.tolist(), lengths.tolist())
+        if batch.spans is None and self._shares and not fast_build:
             batch.share_prefixes()
         return batch
 
@@ -238,7 +248,8 @@ class TilewiseImpl(AttentionImpl[Batch]):  # type: ignore[misc]
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("results in FP8 (fused output quantisation): tilewise writes them in the model's dtype")
         if self._attends_pages:
-            self.layer.attend(query, kv_cache, attn_metadata, output, *self._scales(layer))
+            clamps = getattr(layer, "mm_prefix_clamp_sliding_window", False)
+            self.layer.attend(query, kv_cache, attn_metadata, output, *self._scales(layer), clamps_spans=clamps)
         else:
             self.layer.attend_unpaged(query, key, value, attn_metadata, output)
         return output

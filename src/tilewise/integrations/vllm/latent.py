@@ -1,4 +1,4 @@
-"""The classes that vLLM 0.32 asks a backend of latent attention (MLA) for: DeepSeek V2, V3 and R1, Kimi K2 and others.
+"""The classes that vLLM 0.32 and 0.33 ask for to serve latent attention (MLA), of DeepSeek, Kimi K2 and others.
 
 vLLM does the model's projections. Steps of few queries a request (decoding, and the verification of drafts) come to
 `TilewiseMLAImpl.forward_mqa` in the absorbed form, and are attended from the cache of latents in place. Prompts are
@@ -184,9 +184,13 @@ class TilewiseMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        skip_scale: bool = False,
     ) -> None:
-        """Store the step's latents: `kv_c_normed` (tokens, values) and `k_pe` (tokens, 1, the other columns)."""
-        del kv_cache_dtype
+        """Store the step's latents: `kv_c_normed` (tokens, values) and `k_pe` (tokens, 1, the other columns).
+
+        vLLM 0.33 passes `skip_scale` where the scale is 1, which changes nothing here.
+        """
+        del kv_cache_dtype, skip_scale
         if kv_cache.numel():
             scales = (k_scale, k_scale) if self._is_e4m3 else ()
             self.layer.write(k_pe, kv_c_normed[:, None], kv_cache, slot_mapping.flatten(), *scales)

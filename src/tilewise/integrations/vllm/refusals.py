@@ -52,12 +52,17 @@ def refuse_cache(device: torch.device, kv_transfer_config: Any) -> None:
         )
 
 
-def refuse_batch(common: Any) -> None:
-    """Raise for a step that asks for more than lengths, pages and one direction."""
+def spans_of(common: Any) -> dict[int, list[tuple[int, int]]] | None:
+    """The spans of a step's requests whose tokens see each other in both directions: images."""
+    return getattr(common, "mm_req_doc_ranges", None)
+
+
+def refuse_batch(common: Any, *, takes_spans: bool = False) -> None:
+    """Raise for a step that asks for more than lengths, pages, one direction and, if taken, spans."""
     if isinstance(common.causal, torch.Tensor):
         raise Unsupported("a step in which some requests are causal and others are not: tilewise takes one of them")
-    if getattr(common, "mm_req_doc_ranges", None):
-        raise Unsupported("spans of image tokens that see each other (PrefixLM): tilewise's paged calls are causal")
+    if spans_of(common) and not (takes_spans and common.causal):
+        raise Unsupported("spans of image tokens that see each other (PrefixLM): tilewise takes them in causal layers")
     if getattr(common, "rswa_prefix_lens", None) is not None:
         raise Unsupported("reference sliding windows (R-SWA), whose prefix stays visible past the window")
     if getattr(common, "dcp_local_seq_lens", None) is not None:
