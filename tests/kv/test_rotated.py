@@ -329,6 +329,8 @@ def test_scales_of_e4m3_pages_are_needed_and_checked() -> None:
         (grown[:2], grown, "k_scale"),
         (grown, one, "v_scale"),
         (torch.ones(KV_HEADS, PAGES).t(), grown, "k_scale"),
+        (one, torch.tensor([1.0, 0.0]), "v_scale"),
+        (one * torch.nan, one, "k_scale"),
     ):
         with pytest.raises(tw.InvalidProblem, match=name):
             append_rotated(**given, k_scale=k_scale, v_scale=v_scale)

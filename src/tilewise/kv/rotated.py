@@ -107,8 +107,9 @@ def append_rotated(
     out          memory for the result; `out=q` computes in place
 
     A position outside of `cos_sin` is refused on a CPU. On a GPU reading positions would wait for the device: without
-    TILEWISE_CHECK_VALUES=1 the rotated channels of such a row are NaN. Slots outside of the pages, and in another order
-    than scales that grow need, are refused likewise, and unchecked on a GPU.
+    TILEWISE_CHECK_VALUES=1 the rotated channels of such a row are NaN. Refused likewise, and unchecked on a GPU, are
+    slots outside of the pages, slots in another order than scales that grow need, and given scales beyond 1e-37 to
+    1e37.
 
         >>> table, pages = rotary_table(32, 16, device="cpu"), torch.zeros(2, 3, 4, 2, 16)
         >>> q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)
