@@ -151,6 +151,8 @@ def attention(shared: SharedPrefix | None, operands: Operands, flags: Flags) -> 
         # The batch's own tables are not read when the hint is followed. A call that is invalid without it stays
         # invalid.
         validation.check_structure("paged", operands, flags)
+        if ops.is_plain_eager(shared[1:]) and validation.reads_contents("paged", operands):
+            _check_lengths(shared, operands)
     return _attend_separately(shared, operands, flags)
 
 
@@ -202,6 +204,34 @@ def _check_contents(shared: SharedPrefix, num_queries: int) -> None:
     if not whole or not 0 <= int(rows.min()) <= int(rows.max()) < num_queries or int(rows.bincount().max()) > 1:
         expected = f"distinct rows of q, which has {num_queries}"
         raise InvalidProblem("shared_prefix.rows", expected, rows.tolist(), HINT_MAKER)
+
+
+def _check_lengths(shared: SharedPrefix, operands: Operands) -> None:
+    """Checks that the keys of each sequence with queries are those of its prefix and its own: not so in a hint of
+    another step.
+    """
+    lengths, totals = operands.seqlens_k, operands.cu_seqlens_q
+    assert lengths is not None
+    shapes, expected = (shared.seqlens_k.shape, shared.own_seqlens.shape), ((len(shared.groups),), lengths.shape)
+    if shapes != expected:
+        raise InvalidProblem("shared_prefix.seqlens_k, own_seqlens", f"shapes {expected}", shapes, HINT_MAKER)
+    # By NumPy, whose calls are shorter than torch's.
+    keys, own, of_groups, starts = (
+        t.cpu().numpy() for t in (lengths, shared.own_seqlens, shared.seqlens_k, shared.cu_seqlens_q)
+    )
+    sequences = np.arange(shared.num_rows) if shared.rows is None else shared.rows.cpu().numpy()
+    # The last entry is that of queries without a sequence.
+    prefix, is_read = np.zeros(len(keys) + 1, keys.dtype), np.ones(len(keys), np.bool_)
+    if totals is not None:
+        ends = totals.cpu().numpy()
+        sequences, is_read = np.searchsorted(ends[1:], sequences, side="right"), np.diff(ends) > 0
+    prefix[sequences] = np.repeat(of_groups, np.diff(starts))
+    wrong = is_read & (prefix[:-1] + own != keys)
+    if prefix[-1] or wrong.any():
+        first = (f"{prefix[at]} and {own[at]} for {keys[at]} of sequence {at}" for at in wrong.nonzero()[0])
+        got = next(first, "queries of no sequence")
+        wanted = "keys of prefixes and own ones that add up to seqlens_k"
+        raise InvalidProblem("shared_prefix", wanted, got, "Ask shared_prefix() in every step.")
 
 
 def bound(
@@ -282,6 +312,7 @@ class _Shared:
     def _check(self, tensors: Sequence[Any]) -> None:
         shared, operands = self._sorted(tensors)
         _check_contents(shared, len(operands.q))
+        _check_lengths(shared, operands)
         validation.check_contents(self._problem, _prefix(shared, operands, self._flags)[0], self._flags)
 
     def _sorted(self, tensors: Sequence[Any]) -> tuple[SharedPrefix, Operands]:

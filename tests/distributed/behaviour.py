@@ -35,6 +35,7 @@ def checks(world: int) -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"repeatable, {method}", lambda method=method: repeatable(method)  # type: ignore[misc]
     yield "shards come back", shards_come_back
     yield "padding gets no gradient", padding_gets_no_gradient
+    yield "no key and no sink", no_key_and_no_sink
     yield "auto runs", auto_runs
     yield "bad arguments", bad_arguments
     yield "inputs as they come", inputs_as_they_come
@@ -94,6 +95,15 @@ def padding_gets_no_gradient() -> None:
         assert bool((lse[:, :, padding] == -torch.inf).all())
         assert not any(bool(g[:, :, padding].any()) for g in gradients[:3])
         assert bool(torch.isfinite(torch.cat([g.flatten() for g in gradients])).all())
+
+
+def no_key_and_no_sink() -> None:
+    """Queries before the first key, of heads whose sinks are -inf."""
+    q, k, v = tensors(seqlen=40)
+    k, v, sinks = k[:, :, :8], v[:, :, :8], torch.full((q.shape[1],), -torch.inf)
+    for method in ("ring", "all_gather", "heads"):
+        mine = attend(*map(shard, (q, k, v)), seqlen=40, seqlen_k=8, causal=True, sinks=sinks, method=method)
+        torch.testing.assert_close(unshard(mine, seqlen=40), tw.attention(q, k, v, causal=True))
 
 
 def auto_runs() -> None:

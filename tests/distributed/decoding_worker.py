@@ -128,6 +128,9 @@ def no_sequence() -> None:
     pages = torch.zeros(2, 3, PAGE_SIZE, KV_HEADS, DIM)
     out = decode(torch.empty(0, HEADS, DIM), *pages, torch.empty(0, 2, dtype=torch.int32), none)
     assert out.shape == (0, HEADS, DIM)
+    odd = pages[..., :5].bfloat16()
+    lengths, totals, table = (torch.zeros(n, dtype=torch.int32) for n in (1, 2, 1))
+    assert decode(odd[0, 0, :0].repeat(1, 2, 1), *odd, table[None], lengths, cu_seqlens_q=totals).shape[0] == 0
 
 
 def e4m3_pages() -> None:

@@ -304,6 +304,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "more rows than queries": ({"groups": (cascade.Group(4, 5, 24),)}, "shared_prefix.groups: expected rows of q"),
     "rows without a name": ({"rows": torch.arange(3)}, "shared_prefix.groups: expected rows of q, which has 4, got 4"),
     "no table": ({"block_table": None}, "shared_prefix.block_table: expected a torch.Tensor, got NoneType"),
+    "lengths of another step": (
+        {"own_seqlens": torch.full((BATCH,), OWN * SIZE - 4, dtype=torch.int32)},
+        "shared_prefix: expected keys of prefixes and own ones that add up to seqlens_k",
+    ),
     "a group without a table": (
         {"block_table": torch.zeros(2, 3, dtype=torch.int32)},
         "shared_prefix.block_table: expected a table row for each of 1 groups, got 2",
@@ -315,8 +319,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_hints_that_make_no_sense_are_refused(name: str) -> None:
     batch = Batch("shared")
     changes, message = BAD[name]
-    with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
-        batch.attend(shared_prefix=batch.hint._replace(**({"rows": None} | changes)))
+    # Also where a call of the same signature was right.
+    for _ in range(2):
+        with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
+            batch.attend(shared_prefix=batch.hint._replace(**({"rows": None} | changes)))
+        batch.attend(shared_prefix=batch.hint._replace(rows=None))
 
 
 @pytest.mark.parametrize("some", [False, True], ids=["first rows", "named rows"])

@@ -210,6 +210,28 @@ def test_e4m3_with_scales_that_grow() -> None:
             assert torch.equal(caches[0].attention(turned), caches[1].attention(turned))
 
 
+@pytest.mark.parametrize("codes", [E4M3, torch.int8], ids=str)
+def test_strided_slots_of_scales_that_are_written(codes: torch.dtype) -> None:
+    given = inputs(page_dtype=codes)
+    given["slots"] = torch.tensor([8, 9, 10, -1, 4, 5, 0, 12, 13])
+    made = []
+    for slots in (given["slots"], torch.stack((given["slots"], torch.full((9,), 3)), 1)[:, 0]):
+        pages = {name: torch.zeros_like(given[name].float()).to(codes) for name in ("k_pages", "v_pages")}
+        shape = (PAGES, KV_HEADS) if codes == E4M3 else (PAGES, KV_HEADS, PAGE_SIZE)
+        scales = torch.ones(2, *shape)
+        append_rotated(**(given | pages | {"slots": slots}), k_scale=scales[0], v_scale=scales[1])
+        made.append([t.float() for t in (*pages.values(), scales)])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+@pytest.mark.parametrize("slots", [[0, 2], [3, 1], [0, 4, 1], [0, -1, 1], [2, 2]], ids=str)
+def test_rows_of_a_page_out_of_order_for_a_scale_that_grows(slots: list[int]) -> None:
+    given = inputs(total=len(slots), page_dtype=E4M3) | {"slots": torch.tensor(slots)}
+    scales = torch.ones(2, PAGES, KV_HEADS)
+    with pytest.raises(tw.InvalidProblem, match=r"^slots: .*page 0 in 2 parts"):
+        append_rotated(**given, k_scale=scales[0], v_scale=scales[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_cache_appends_and_attends(dtype: torch.dtype) -> None:
     cache = PagedKVCache(8, 4, 2, KV_HEADS, DIM, dtype=dtype, device="cpu")
@@ -307,6 +329,8 @@ def test_scales_of_e4m3_pages_are_needed_and_checked() -> None:
         (grown[:2], grown, "k_scale"),
         (grown, one, "v_scale"),
         (torch.ones(KV_HEADS, PAGES).t(), grown, "k_scale"),
+        (one, torch.tensor([1.0, 0.0]), "v_scale"),
+        (one * torch.nan, one, "k_scale"),
     ):
         with pytest.raises(tw.InvalidProblem, match=name):
             append_rotated(**given, k_scale=k_scale, v_scale=v_scale)
@@ -352,7 +376,7 @@ def test_memory_of_pages() -> None:
 
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
 def test_memory_of_scales_that_are_written(codes: torch.dtype) -> None:
-    given = inputs(total=6)
+    given = inputs(total=6) | {"slots": torch.arange(6)}
     shape = (PAGES, KV_HEADS, PAGE_SIZE) if codes == torch.int8 else (PAGES, KV_HEADS)
     for name in ("k_pages", "v_pages"):
         given[name] = torch.zeros(given[name].shape, dtype=codes)
@@ -374,7 +398,7 @@ def test_memory_of_scales_that_are_written(codes: torch.dtype) -> None:
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_negated_views(e4m3: bool) -> None:
     """What `x.conj().imag` is: the memory holds the negative of the values."""
-    given = inputs(total=6)
+    given = inputs(total=6) | {"slots": torch.arange(6)}
     pages = [torch.zeros(PAGES, PAGE_SIZE, KV_HEADS, dim) for dim in (DIM, DIM_V)]
     more: dict[str, Any] = {}
     if e4m3:

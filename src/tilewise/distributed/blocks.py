@@ -87,7 +87,8 @@ class Running(NamedTuple):
         """Add the sink logit of each head to every row, after all keys, as the contract defines."""
         logits = sinks.to(self.lse.dtype).view(1, -1, 1)
         after = torch.logaddexp(self.lse, logits)
-        self.out.mul_(torch.exp(self.lse - after).unsqueeze(-1))
+        top = torch.where(after == -math.inf, 0.0, after)
+        self.out.mul_(torch.exp(self.lse - top).unsqueeze(-1))
         self.lse.copy_(after)
 
 

@@ -259,7 +259,7 @@ def _merged(out: Tensor, lse: Tensor, number: int, group: Group) -> tuple[Tensor
     calls are refused, or NaN on a GPU, where nothing is read back.
     """
     world = dist.get_world_size(group)
-    if world == 1:
+    if world == 1 or not len(out):
         return out, lse
     stamp = float(number % (1 << 24))
     rows = torch.stack((lse.mT, torch.full_like(lse.mT, stamp)), -1)

@@ -141,7 +141,7 @@ def _packed_row_scales(tensor: Fp8Tensor, cu_seqlens: Tensor | None) -> Tensor:
     bounds = cu_seqlens.to(tensor.device).long()
     sequence = (torch.bucketize(row, bounds, right=True) - 1).clamp(0, max(tensor.scale.shape[0] - 1, 0))
     inside = row < bounds[-1]
-    if not tensor.scale.shape[0]:
+    if not tensor.scale.numel():
         return torch.ones(tensor.shape[0], 1, 1, dtype=torch.float32, device=tensor.device)
     block = torch.zeros_like(row) if tensor.block is None else (row - bounds[sequence]) // tensor.block
     block = torch.where(inside, block, 0)

@@ -53,7 +53,7 @@ def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Seq
     num_kv_heads, dim), or of latents alone into e4m3 pages. Scales (num_pages, num_kv_heads) of e4m3 grow as needed;
     those of int8 (num_pages, num_kv_heads, page_size), in any strides, are written with their rows.
 
-    The rows of one e4m3 page are consecutive, in the order of their slots.
+    The rows of one e4m3 page are next to each other, in consecutive slots.
     """
     plain = not torch.compiler.is_compiling() and all(type(t) is Tensor and not t.is_neg() for t in new)
     # The kernel for CPUs takes contiguous scales.
@@ -64,7 +64,7 @@ def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Seq
         (k_pages, v_pages), (k_scale, v_scale) = (
             (kept[0], None if len(kept) == 1 else kept[1]) for kept in (pages, scales)
         )
-        backend.append_quantised(QuantisedRows(k, v, k_pages, v_pages, k_scale, v_scale, slots))
+        backend.append_quantised(QuantisedRows(k, v, k_pages, v_pages, k_scale, v_scale, slots.contiguous()))
         return
     if pages[0].dtype == torch.int8:
         _write_encoded(new, pages, scales, slots)

@@ -102,13 +102,14 @@ def append_rotated(
     norm_eps     RMSNorm of each head of q and k with this epsilon; q_weight and k_weight (head_dim,) are optional
     k_scale      of e4m3 pages. fp32 with one element, or one per K/V head: given; beyond 448 * scale values saturate.
                  Or (num_pages, num_kv_heads), contiguous: scales that grow, as tilewise.kv.quantised defines them; the
-                 rows of one page are then consecutive, in the order of their slots. Of int8 pages: contiguous
+                 rows of one page are then next to each other, in consecutive slots. Of int8 pages: contiguous
                  (num_pages, num_kv_heads, page_size), which are written with the rows
     out          memory for the result; `out=q` computes in place
 
     A position outside of `cos_sin` is refused on a CPU. On a GPU reading positions would wait for the device: without
-    TILEWISE_CHECK_VALUES=1 the rotated channels of such a row are NaN. Slots outside of the pages are refused likewise,
-    and unchecked on a GPU.
+    TILEWISE_CHECK_VALUES=1 the rotated channels of such a row are NaN. Refused likewise, and unchecked on a GPU, are
+    slots outside of the pages, slots in another order than scales that grow need, and given scales beyond 1e-37 to
+    1e37.
 
         >>> table, pages = rotary_table(32, 16, device="cpu"), torch.zeros(2, 3, 4, 2, 16)
         >>> q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)

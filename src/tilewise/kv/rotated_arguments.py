@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from tilewise import settings
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
+from tilewise.fp8.quantisation import SCALE_RANGE
 from tilewise.memory import overlap, overlaps_itself
 from tilewise.problem import MAX_HEAD_DIM
 from tilewise.subclasses import check_class
@@ -77,6 +78,11 @@ def check_arguments(tensors: Sequence[Any], norm_eps: Any) -> None:
         _check_within("positions", given.positions, 0, len(given.cos_sin), "the rows of cos_sin")
         num_slots = given.k_pages.shape[0] * given.k_pages.shape[1]
         _check_within("slots", given.slots, None, num_slots, "the slots of the pages")
+        if given.k_pages.dtype == E4M3 and given.k_scale is not None and given.v_scale is not None:
+            if given.k_scale.dim() > 1:
+                _check_order(given.slots, given.k_pages.shape[1])
+            else:
+                _check_given_scales(given.k_scale, given.v_scale)
 
 
 @functools.lru_cache(maxsize=MAX_SIGNATURES)
@@ -187,6 +193,28 @@ def _check_within(name: str, numbers: Tensor, least: int | None, end: int, what:
     if high >= end or (least is not None and low < least):
         got = high if high >= end else low
         raise InvalidProblem(name, f"numbers below {end}, {what}", got, f"Check the {name}, or make more of them.")
+
+
+def _check_order(slots: Tensor, page_size: int) -> None:
+    """The rows of a page follow each other without a gap: kernels raise its scale once, for all of them."""
+    page = slots.div(page_size, rounding_mode="floor")
+    starts = slots >= 0
+    starts[1:] &= (slots[1:] != slots[:-1] + 1) | (page[1:] != page[:-1])
+    pages, counts = page[starts].unique(return_counts=True)
+    if len(pages) < int(counts.sum()):
+        expected = "the rows of a page next to each other, in consecutive slots, as its scale grows"
+        got = f"page {int(pages[counts.argmax()])} in {int(counts.max())} parts"
+        raise InvalidProblem("slots", expected, got, "Sort the rows by slot, or make several calls.")
+
+
+def _check_given_scales(k_scale: Tensor, v_scale: Tensor) -> None:
+    """As fp8.quantize checks them."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        low, high = (float(n) for n in torch.aminmax(scale))
+        # NaN compares false.
+        if not (SCALE_RANGE[0] <= low and high <= SCALE_RANGE[1]):
+            fix = "A scale is what e4m3 numbers are multiplied with: the largest magnitude / 448."
+            raise InvalidProblem(name, f"each from {SCALE_RANGE[0]} to {SCALE_RANGE[1]}", f"{low} to {high}", fix)
 
 
 def check_memory(step: Step, *, in_place: bool) -> None:

@@ -111,8 +111,9 @@ def _in_place(
             raise InvalidProblem(name, expected, f"{tuple(new.shape)}, {new.dtype}", fix)
 
     def write() -> None:
-        k_pages.flatten(0, 1).index_copy_(0, slots, k)
-        v_pages.flatten(0, 1).index_copy_(0, slots, v)
+        # Views, never copies, which `flatten` would make of pages with gaps.
+        k_pages.view(-1, *k_pages.shape[2:]).index_copy_(0, slots, k)
+        v_pages.view(-1, *v_pages.shape[2:]).index_copy_(0, slots, v)
 
     sizes: dict[str, Any] = {"causal": True, "max_seqlen_q": step.max_length_q}
     where = {"block_table": block_table, "seqlens_k": seqlens_k, "cu_seqlens_q": step.cu_seq_lens_q.to(torch.int32)}
