@@ -91,6 +91,24 @@ def test_a_block_mask_is_converted_once_and_forgotten_with_it(monkeypatch: pytes
     assert len(flex._CONVERTED) == before - 1
 
 
+def test_lists_that_sequences_and_heads_share_under_a_mask_mod_of_each() -> None:
+    starts = torch.tensor([3, 50])
+
+    def apart(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (j >= starts[b]) & ((i - j < 90) | (h > 1))
+
+    for batch, heads in ((None, None), (2, None), (None, 4)):
+        block = theirs.create_block_mask(apart, batch, heads, 120, 120, device="cpu")
+        both(operands(120, 120), block, block)
+        with pytest.raises(tw.InvalidProblem, match=f"{'H' if batch else 'B'}: expected a number, because"):
+            create_block_mask(apart, batch, heads, 120, 120, device="cpu")
+    block = theirs.create_block_mask(apart, None, None, 120, 120, device="cpu")
+    q, k, v = operands(120, 120)
+    flex_attention(q[:1], k[:1], v[:1], block_mask=block)
+    both((q, k, v), block, block)
+    assert create_block_mask(theirs.noop_mask, None, None, 120, 120, device="cpu").density == 1
+
+
 class Offset:
     by = torch.tensor(5)
 

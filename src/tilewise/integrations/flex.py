@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
@@ -69,6 +69,10 @@ class ScoreMod:
         return score
 
 
+def _everything(_b: Tensor, _h: Tensor, i: Tensor, _j: Tensor) -> Tensor:
+    return i >= 0
+
+
 @worded(NAMES)
 def create_block_mask(
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
@@ -88,6 +92,7 @@ def create_block_mask(
         raise InvalidProblem("BLOCK_SIZE", f"{TILE}", BLOCK_SIZE, "Leave it out: the mask means the same.")
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
+    mask_mod = _everything if mask_mod is noop_mask else mask_mod  # torch's makes its result from b
     return tile_mask(mask_mod, Q_LEN, KV_LEN, batch=B, heads=H, device=device)
 
 
@@ -124,7 +129,7 @@ def flex_attention(
         fix = "Pass enable_gqa=True to let several query heads share a key head."
         raise InvalidProblem("key", f"{query.shape[-3]} heads as query has", key.shape[-3], fix)
     flags = _score_flags(score_mod, key.shape[-2] - query.shape[-2])
-    out, lse = attention(query, key, value, mask=_mask(block_mask), scale=scale, return_lse=True, **flags)
+    out, lse = attention(query, key, value, mask=_mask(block_mask, query), scale=scale, return_lse=True, **flags)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
@@ -147,7 +152,7 @@ def _score_flags(score_mod: Any, offset: int) -> dict[str, Any]:
     return {"softcap": score_mod.softcap, "alibi_slopes": score_mod.alibi_slopes, "bias": score_mod.bias}
 
 
-def _mask(block_mask: TileMask | BlockMask | None) -> TileMask | None:
+def _mask(block_mask: TileMask | BlockMask | None, query: Tensor) -> TileMask | None:
     if block_mask is None or isinstance(block_mask, TileMask):
         return block_mask
     if torch.compiler.is_compiling():
@@ -156,17 +161,18 @@ def _mask(block_mask: TileMask | BlockMask | None) -> TileMask | None:
             "tilewise.TileMask.from_block_mask(block_mask)"
         )
     lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    readings: list[Reading] = [(None, (block_mask.seq_lengths, block_mask.BLOCK_SIZE))]
+    sizes = {"batch": query.shape[0], "heads": query.shape[1]}
+    readings: list[Reading] = [(None, (block_mask.seq_lengths, block_mask.BLOCK_SIZE, sizes))]
     try:
         _read((*lists, block_mask.mask_mod), readings, {})
     except (_UnknownError, ValueError):  # a cell without contents
-        return TileMask.from_block_mask(block_mask)
+        return TileMask.from_block_mask(block_mask, **sizes)
     before, found = _CONVERTED.get(block_mask, ([], None))
     same = len(before) == len(readings) and all(
         old is new and then == now for (old, then), (new, now) in zip(before, readings, strict=True)
     )
     if found is None or not same:
-        found = TileMask.from_block_mask(block_mask)
+        found = TileMask.from_block_mask(block_mask, **sizes)
         _CONVERTED[block_mask] = readings, found
     return found
 
