@@ -91,6 +91,17 @@ def test_a_block_mask_is_converted_once_and_forgotten_with_it(monkeypatch: pytes
     assert len(flex._CONVERTED) == before - 1
 
 
+def test_a_block_mask_of_inference_mode_is_one_for_training_too() -> None:
+    q, k, v = operands()
+    block = theirs.create_block_mask(prefix_lm, None, None, 300, 300, device="cpu")
+    with torch.inference_mode():
+        before = flex_attention(q, k, v, block_mask=block)
+    out = flex_attention(q.requires_grad_(), k, v, block_mask=block)
+    assert isinstance(out, Tensor)
+    out.sum().backward()
+    assert torch.equal(out, before)  # type: ignore[arg-type]
+
+
 def test_lists_that_sequences_and_heads_share_under_a_mask_mod_of_each() -> None:
     starts = torch.tensor([3, 50])
 

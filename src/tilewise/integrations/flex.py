@@ -172,7 +172,8 @@ def _mask(block_mask: TileMask | BlockMask | None, query: Tensor) -> TileMask | 
         old is new and then == now for (old, then), (new, now) in zip(before, readings, strict=True)
     )
     if found is None or not same:
-        found = TileMask.from_block_mask(block_mask, **sizes)
+        with torch.inference_mode(mode=False):  # a later call may save it for its backward
+            found = TileMask.from_block_mask(block_mask, **sizes)
         _CONVERTED[block_mask] = readings, found
     return found
 
@@ -203,7 +204,7 @@ def _read(value: Any, readings: list[Reading], seen: dict[int, tuple[int, object
         elif isinstance(value, FunctionType):
             readings.append((value.__code__, None))
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            names = () if value.__module__.split(".")[0] == "torch" else _names(value.__code__)
+            names = () if (value.__module__ or "").split(".")[0] == "torch" else _names(value.__code__)
             named = [value.__globals__[name] for name in names if name in value.__globals__]
             _read((*cells, *named, value.__defaults__, value.__kwdefaults__), readings, seen)
         elif isinstance(value, ModuleType) and value.__name__.split(".")[0] in ("torch", "math"):
