@@ -548,7 +548,8 @@ def tile_mask(
     """The mask of a function: `fn(b, h, i, j)` says whether query i of head h and sequence b sees key j.
 
     The function gets integer tensors without dimensions and returns a boolean one, as a mask_mod of FlexAttention; it
-    is called under `torch.vmap`, for some hundred tiles at a time. Give `batch` and `heads` only if it depends on them.
+    is called under `torch.vmap`, for some hundred tiles at a time. Give `batch` and `heads` only if it depends on them;
+    without them a function that does is refused.
 
         >>> tile_mask(lambda b, h, i, j: i >= j, 256, 256).counts
         TileCounts(full=1, partial=2, skipped=1)
