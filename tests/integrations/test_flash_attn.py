@@ -255,6 +255,12 @@ def test_kvcache_of_a_part_of_a_cache_with_a_left_pad(rows: int) -> None:
     assert torch.equal(part, copy)
 
 
+def test_kvcache_appends_zeros_that_have_no_memory() -> None:
+    cache, zeros = randn(1, 9, 2, 8), torch._efficientzerotensor(1, 1, 2, 8)
+    fa.flash_attn_with_kvcache(randn(1, 1, 2, 8), cache, cache.clone(), zeros, zeros, cache_seqlens=3)
+    assert not cache[:, 3].any()
+
+
 def test_kvcache_ignores_what_lies_outside_the_lengths() -> None:
     q, cache = randn(2, 1, 2, 8), randn(2, 10, 2, 8, seed=1)
     spoiled = cache.clone()
