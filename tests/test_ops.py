@@ -236,3 +236,12 @@ def test_views_that_torch_negates_lazily(name: str) -> None:
     expected, found = results(tensors[name]), results(turned)
     for a, b in zip(expected, found, strict=True):
         assert torch.equal(a, b)
+
+
+def test_gradients_that_memory_does_not_hold() -> None:
+    q, g = randn(1, 2, 5, 8).requires_grad_(), randn(1, 2, 5, 8, seed=1)
+    out = tw.attention(q, q, q)
+    for given, means in ((torch._neg_view(g), -g), (torch._efficientzerotensor(1, 2, 5, 8), torch.zeros_like(g))):
+        found, expected = (torch.autograd.grad(out, q, dout, retain_graph=True)[0] for dout in (given, means))
+        assert torch.equal(found, expected)
+    assert not tw.attention(q, q, torch._efficientzerotensor(1, 2, 5, 8)).any()

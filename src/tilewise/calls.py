@@ -141,6 +141,13 @@ def are_plain(tensors: Sequence[Tensor | None]) -> bool:
     return all(t is None or (type(t) in PLAIN and not t.is_meta and not _is_wrapped(t)) for t in tensors)
 
 
+def are_stored(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether memory holds the values. It does not for a negated view, such as `x.conj().imag`, nor for a tensor of
+    zeros that autograd made without memory; the dispatcher resolves both.
+    """
+    return not any(t is not None and (t.is_neg() or t._is_zerotensor()) for t in tensors)  # noqa: SLF001
+
+
 def _is_wrapped(tensor: Tensor) -> bool:
     """By torch.func, or by the legacy vmap behind `is_grads_batched=True`."""
     functorch = torch._C._functorch  # noqa: SLF001
@@ -232,7 +239,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Found:
     for tensor in tensors:
         if tensor is None:
             looks.append(None)
-        elif type(tensor) in PLAIN and not (tensor.is_neg() or tensor.is_nested):
+        elif type(tensor) in PLAIN and are_stored((tensor,)) and not tensor.is_nested:
             looks += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
             places.append(tensor.data_ptr())
             looks.append(places[-1] % ALIGNMENT)

@@ -117,10 +117,7 @@ def is_plain_eager(tensors: Sequence[Tensor | None]) -> bool:
 
     Compilers, fake and functional tensors, vmap and modes get the registered ops instead.
     """
-    if calls.is_watched() or not calls.are_plain(tensors):
-        return False
-    # A view such as `x.conj().imag` stores negated values; the dispatcher resolves them.
-    return not any(tensor is not None and tensor.is_neg() for tensor in tensors)
+    return not calls.is_watched() and calls.are_plain(tensors) and calls.are_stored(tensors)
 
 
 class Call:
@@ -236,7 +233,7 @@ class Call:
         dout, dlse, out, lse, *tensors = given
         wanted = wanted_of(needs)
         # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
-        if by_op or not calls.are_plain((dout, dlse)):
+        if by_op or not (calls.are_plain((dout, dlse)) and calls.are_stored((dout, dlse))):
             found = backward(At(self.kind, Operands(*tensors), self.flags), (out, lse), (dout, dlse), wanted)
         else:
             found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
@@ -268,7 +265,8 @@ class Call:
                 places = known.signature.places(given)
                 if places is not None:
                     return known, places
-        signature = calls.Signature(given) if calls.are_plain(given[:2]) else None
+        plain = calls.are_plain(given[:2]) and calls.are_stored(given[:2])
+        signature = calls.Signature(given) if plain else None
         places = None if signature is None else signature.places(given)
         if signature is None or places is None:
             return None

@@ -280,8 +280,12 @@ class TileMask:
         return _of_pairs(pairs, *lengths, _unknown((up.shape[0], 1), lengths, up.device))
 
     @classmethod
-    def from_block_mask(cls, block_mask: Any) -> TileMask:
-        """Of `torch.nn.attention.flex_attention.BlockMask`: its lists of blocks, its mask_mod inside partial ones."""
+    def from_block_mask(cls, block_mask: Any, *, batch: int = 1, heads: int = 1) -> TileMask:
+        """Of `torch.nn.attention.flex_attention.BlockMask`: its lists of blocks, its mask_mod inside partial ones.
+
+        Lists may be shared by sequences or heads while the mask_mod depends on them: it is then evaluated for each of
+        the `batch` and `heads` of the call.
+        """
         from torch.nn.attention.flex_attention import BlockMask
 
         if not isinstance(block_mask, BlockMask):
@@ -293,6 +297,11 @@ class TileMask:
         full = torch.zeros_like(partial)
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
             full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        sizes = list(partial.shape[:2])
+        for place, size in enumerate((batch, heads)):
+            if sizes[place] == 1 < size and 0 not in lengths and _depends(block_mask.mask_mod, place, partial.device):
+                sizes[place] = size
+        partial, full = (lists.expand(*sizes, -1, -1) for lists in (partial, full))
         tiles = _unknown(partial.shape[:2], lengths, partial.device)
         if (rows, cols) == (TILE, TILE):
             some = partial[:, :, : tiles.shape[2], : tiles.shape[3]]
@@ -539,7 +548,8 @@ def tile_mask(
     """The mask of a function: `fn(b, h, i, j)` says whether query i of head h and sequence b sees key j.
 
     The function gets integer tensors without dimensions and returns a boolean one, as a mask_mod of FlexAttention; it
-    is called under `torch.vmap`, for some hundred tiles at a time. Give `batch` and `heads` only if it depends on them.
+    is called under `torch.vmap`, for some hundred tiles at a time. Give `batch` and `heads` only if it depends on them;
+    without them a function that does is refused.
 
         >>> tile_mask(lambda b, h, i, j: i >= j, 256, 256).counts
         TileCounts(full=1, partial=2, skipped=1)
@@ -555,6 +565,10 @@ def tile_mask(
         if number is not None:
             _check_length(name, number, least=1)
     tiles = _unknown((batch or 1, heads or 1), (seqlen_q, seqlen_k), torch.device(device or "cpu"))
+    for place, (name, number) in enumerate(given.items()):
+        if number is None and tiles.numel() and _depends(fn, place, tiles.device):
+            fix = "Without it the mask of the first would be that of all."
+            raise InvalidProblem(name, "a number, because the function depends on it", None, fix)
     inside = _vmapped(fn)
 
     def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
@@ -655,6 +669,20 @@ def _vmapped(fn: Callable[..., Any]) -> Pairs:
     for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
         each = torch.vmap(each, in_dims=dims)
     return each  # type: ignore[no-any-return]
+
+
+def _depends(fn: Callable[..., Any], place: int, device: torch.device) -> bool:
+    """Whether a mask_mod makes something of its argument at this place: then vmap over it maps the result, too."""
+    at = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
+    at[place] = at[place].unsqueeze(0)
+    dims = tuple(0 if index == place else None for index in range(4))
+    try:
+        torch.vmap(fn, in_dims=dims, out_dims=None)(*at)
+    except ValueError as error:
+        return "BatchedTensor when out_dim" in str(error)
+    except RuntimeError:  # reported when the mask is evaluated
+        return False
+    return False
 
 
 def _by_ranges(bounds: Tensor, seqlen: int) -> Tensor:

@@ -245,6 +245,22 @@ def test_kvcache(store: str, seqlen_q: int, new: int, causal: bool, lengths: str
         torch.testing.assert_close(lse[b].double(), expected_lse, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_kvcache_of_a_part_of_a_cache_with_a_left_pad(rows: int) -> None:
+    q, new, whole = randn(rows, 1, 2, 8), randn(rows, 1, 2, 8, seed=1), randn(rows, 14, 2, 8, seed=2)
+    part, copy = whole[:, 2:12], whole[:, 2:12].clone()
+    flags: dict[str, Any] = {"k": new, "v": new, "cache_seqlens": 6, "cache_leftpad": int32(*[2] * rows)}
+    of_part, of_copy = (fa.flash_attn_with_kvcache(q, cache, cache.clone(), **flags) for cache in (part, copy))
+    assert torch.equal(of_part, of_copy)  # type: ignore[arg-type]
+    assert torch.equal(part, copy)
+
+
+def test_kvcache_appends_zeros_that_have_no_memory() -> None:
+    cache, zeros = randn(1, 9, 2, 8), torch._efficientzerotensor(1, 1, 2, 8)
+    fa.flash_attn_with_kvcache(randn(1, 1, 2, 8), cache, cache.clone(), zeros, zeros, cache_seqlens=3)
+    assert not cache[:, 3].any()
+
+
 def test_kvcache_ignores_what_lies_outside_the_lengths() -> None:
     q, cache = randn(2, 1, 2, 8), randn(2, 10, 2, 8, seed=1)
     spoiled = cache.clone()

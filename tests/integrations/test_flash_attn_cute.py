@@ -110,6 +110,14 @@ def test_qv_adds_to_the_scores_and_turns_lse_round() -> None:
     torch.testing.assert_close(packed_lse, lse.flatten(0, 1))
 
 
+def test_lse_of_a_latent_that_is_keys_and_values_has_heads_last() -> None:
+    q, latent = randn(2, 3, 4, 512), randn(2, 6, 1, 512)
+    _, want = tw.attention(q, latent, latent, layout="bshd", return_lse=True)
+    torch.testing.assert_close(cute.flash_attn_func(q, latent, latent)[1], want.transpose(1, 2))
+    torch.testing.assert_close(cute.flash_attn_varlen_func(q, latent, latent)[1], want.transpose(1, 2))
+    torch.testing.assert_close(cute.flash_attn_func(q, latent, latent.clone())[1], want)
+
+
 def test_fp8_without_descales_is_taken_as_it_is() -> None:
     q, k, v = (randn(1, 4, 2, 16, seed=i).to(torch.float8_e4m3fn) for i in range(3))
     out, _ = cute.flash_attn_func(q, k, v, causal=True)

@@ -97,6 +97,9 @@ def test_qv_adds_to_the_scores() -> None:
     extra = torch.einsum("bihd,bjhd->bhij", qv, v_all) / 24**0.5
     expected = tw.attention(q, k_all, v_all, bias=extra, scale=24**-0.5, causal=True, layout="bshd")
     close(out, expected)  # type: ignore[arg-type]
+    # The default scale of the function below takes no account of qv.
+    inner, _, _, _ = fa3._flash_attn_forward(q, k, v, qv=qv, causal=True)
+    assert torch.equal(inner, fa3.flash_attn_func(q, k, v, qv=qv, causal=True, softmax_scale=8**-0.5))  # type: ignore[arg-type]
     latent_v, latent_qv = randn(1, 5, 1, 512), randn(1, 3, 4, 512)
     with pytest.raises(tw.Unsupported, match="584, above 576"):
         fa3.flash_attn_func(randn(1, 3, 4, 72), randn(1, 5, 1, 72), latent_v, qv=latent_qv)

@@ -91,6 +91,66 @@ def test_a_block_mask_is_converted_once_and_forgotten_with_it(monkeypatch: pytes
     assert len(flex._CONVERTED) == before - 1
 
 
+def test_a_block_mask_of_inference_mode_is_one_for_training_too() -> None:
+    q, k, v = operands()
+    block = theirs.create_block_mask(prefix_lm, None, None, 300, 300, device="cpu")
+    with torch.inference_mode():
+        before = flex_attention(q, k, v, block_mask=block)
+    out = flex_attention(q.requires_grad_(), k, v, block_mask=block)
+    assert isinstance(out, Tensor)
+    out.sum().backward()
+    assert torch.equal(out, before)  # type: ignore[arg-type]
+
+
+def test_lists_that_sequences_and_heads_share_under_a_mask_mod_of_each() -> None:
+    starts = torch.tensor([3, 50])
+
+    def apart(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (j >= starts[b]) & ((i - j < 90) | (h > 1))
+
+    for batch, heads in ((None, None), (2, None), (None, 4)):
+        block = theirs.create_block_mask(apart, batch, heads, 120, 120, device="cpu")
+        both(operands(120, 120), block, block)
+        with pytest.raises(tw.InvalidProblem, match=f"{'H' if batch else 'B'}: expected a number, because"):
+            create_block_mask(apart, batch, heads, 120, 120, device="cpu")
+    block = theirs.create_block_mask(apart, None, None, 120, 120, device="cpu")
+    q, k, v = operands(120, 120)
+    flex_attention(q[:1], k[:1], v[:1], block_mask=block)
+    both((q, k, v), block, block)
+    assert create_block_mask(theirs.noop_mask, None, None, 120, 120, device="cpu").density == 1
+
+
+class Offset:
+    by = torch.tensor(5)
+
+
+@pytest.mark.parametrize("change", ["captured", "global", "rebound", "attribute", "function", "lists"])
+def test_a_block_mask_is_converted_again_when_what_it_reads_changes(change: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(f"{__name__}.DOCUMENTS", DOCUMENTS.clone())
+    documents_here, shift, offset = torch.arange(300) // 110, 5, Offset()
+    mods: dict[str, Any] = {
+        "captured": theirs.and_masks(prefix_lm, lambda _b, _h, i, j: documents_here[i] == documents_here[j], prefix_lm),
+        "global": documents,
+        "rebound": lambda _b, _h, i, j: i + shift >= j,
+        "attribute": lambda _b, _h, i, j: i + offset.by >= j,
+    }
+    block = theirs.create_block_mask(mods.get(change, prefix_lm), None, 4, 300, 300, device="cpu")
+    both(operands(), block, block)
+    if change in ("captured", "global"):
+        (documents_here if change == "captured" else DOCUMENTS).copy_(torch.arange(300) // 120)
+    elif change == "function":
+        block.mask_mod = lambda _b, _h, i, j: (i >= j) | (j < 30)
+    elif change == "lists":
+        block.kv_num_blocks.zero_()
+        assert block.full_kv_num_blocks is not None
+        block.full_kv_num_blocks.zero_()
+        # Torch's uncompiled reference reads no lists.
+        torch.testing.assert_close(flex_attention(*operands(), block_mask=block), torch.zeros(2, 4, 300, 16))
+        return
+    shift, offset.by = 3, torch.tensor(3)
+    both(operands(), block, block)
+
+
 def test_results_as_torch_returns_them() -> None:
     q, k, v = operands()
     out = flex_attention(q, k, v)

@@ -142,6 +142,7 @@ def test_positions_that_start_again_are_sequences_under_the_flash_name(is_causal
 
     def attend(name: str, position_ids: Tensor) -> Tensor:
         made = ALL_ATTENTION_FUNCTIONS[name]
+        torch.compiler.reset()
         function: Any = torch.compile(made, backend="eager", fullgraph=True) if compiled else made
         out: Tensor = function(torch.nn.Module(), q, k, v, None, is_causal=is_causal, position_ids=position_ids)[0]
         return out.transpose(1, 2)
@@ -149,6 +150,11 @@ def test_positions_that_start_again_are_sequences_under_the_flash_name(is_causal
     torch.testing.assert_close(attend(FLASH_NAME, positions), apart)
     torch.testing.assert_close(attend(NAME, positions), together)
     torch.testing.assert_close(attend(FLASH_NAME, torch.arange(12)[None] + 5), together)
+    # Coordinates of a picture of 3 x 4 patches, of which only the first has none but zeros.
+    time, row, column = torch.zeros(12), torch.arange(12) // 4, torch.arange(12) % 4
+    for axes in (torch.stack((time, row, column))[:, None], torch.stack((row, column), 1)):
+        torch.testing.assert_close(attend(FLASH_NAME, axes), together)
+    torch.testing.assert_close(attend(FLASH_NAME, positions.expand(3, 1, 12)), apart)
 
 
 def test_a_mask_whose_length_is_not_that_of_the_keys_is_an_error() -> None:

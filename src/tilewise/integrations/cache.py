@@ -377,7 +377,7 @@ def _write_through(write: Write, store: Store, k: Tensor, v: Tensor) -> None:
     """Write, then refresh pages of one token that are a copy, because the cache is not contiguous."""
     write()
     for pages, kept in ((k, store.k), (v, store.v)):
-        if kept.stride(0) != kept.shape[1] * kept.stride(1):
+        if min(kept.shape[:2]) > 1 and kept.stride(0) != kept.shape[1] * kept.stride(1):
             pages.view(kept.shape).copy_(kept)
 
 

@@ -9,13 +9,14 @@ is any function; a score_mod must be a `ScoreMod`, which names what the kernels 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
@@ -30,8 +31,12 @@ NAMES = {
     "q": "query", "k": "key", "v": "value", "mask": "block_mask", "fn": "mask_mod", "seqlen_q": "Q_LEN",
     "seqlen_k": "KV_LEN", "batch": "B", "heads": "H",
 }  # fmt: skip
-# Tile masks of BlockMasks that are alive: a model passes one to all of its layers.
-_CONVERTED: weakref.WeakKeyDictionary[BlockMask, TileMask] = weakref.WeakKeyDictionary()
+# What cannot change, as far as masks read it.
+FIXED = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# An object that is read, and its version or value.
+Reading = tuple[object, object]
+# Tile masks of BlockMasks that are alive, with what they were made of: a model passes one to all of its layers.
+_CONVERTED: weakref.WeakKeyDictionary[BlockMask, tuple[list[Reading], TileMask]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +69,10 @@ class ScoreMod:
         return score
 
 
+def _everything(_b: Tensor, _h: Tensor, i: Tensor, _j: Tensor) -> Tensor:
+    return i >= 0
+
+
 @worded(NAMES)
 def create_block_mask(
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
@@ -83,6 +92,7 @@ def create_block_mask(
         raise InvalidProblem("BLOCK_SIZE", f"{TILE}", BLOCK_SIZE, "Leave it out: the mask means the same.")
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
+    mask_mod = _everything if mask_mod is noop_mask else mask_mod  # torch's makes its result from b
     return tile_mask(mask_mod, Q_LEN, KV_LEN, batch=B, heads=H, device=device)
 
 
@@ -119,7 +129,7 @@ def flex_attention(
         fix = "Pass enable_gqa=True to let several query heads share a key head."
         raise InvalidProblem("key", f"{query.shape[-3]} heads as query has", key.shape[-3], fix)
     flags = _score_flags(score_mod, key.shape[-2] - query.shape[-2])
-    out, lse = attention(query, key, value, mask=_mask(block_mask), scale=scale, return_lse=True, **flags)
+    out, lse = attention(query, key, value, mask=_mask(block_mask, query), scale=scale, return_lse=True, **flags)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
@@ -142,7 +152,7 @@ def _score_flags(score_mod: Any, offset: int) -> dict[str, Any]:
     return {"softcap": score_mod.softcap, "alibi_slopes": score_mod.alibi_slopes, "bias": score_mod.bias}
 
 
-def _mask(block_mask: TileMask | BlockMask | None) -> TileMask | None:
+def _mask(block_mask: TileMask | BlockMask | None, query: Tensor) -> TileMask | None:
     if block_mask is None or isinstance(block_mask, TileMask):
         return block_mask
     if torch.compiler.is_compiling():
@@ -150,7 +160,62 @@ def _mask(block_mask: TileMask | BlockMask | None) -> TileMask | None:
             "a BlockMask cannot be converted while torch.compile traces: convert it before, with "
             "tilewise.TileMask.from_block_mask(block_mask)"
         )
-    found = _CONVERTED.get(block_mask)
-    if found is None:
-        found = _CONVERTED[block_mask] = TileMask.from_block_mask(block_mask)
+    lists = (block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    sizes = {"batch": query.shape[0], "heads": query.shape[1]}
+    readings: list[Reading] = [(None, (block_mask.seq_lengths, block_mask.BLOCK_SIZE, sizes))]
+    try:
+        _read((*lists, block_mask.mask_mod), readings, {})
+    except (_UnknownError, ValueError):  # a cell without contents
+        return TileMask.from_block_mask(block_mask, **sizes)
+    before, found = _CONVERTED.get(block_mask, ([], None))
+    same = len(before) == len(readings) and all(
+        old is new and then == now for (old, then), (new, now) in zip(before, readings, strict=True)
+    )
+    if found is None or not same:
+        with torch.inference_mode(mode=False):  # a later call may save it for its backward
+            found = TileMask.from_block_mask(block_mask, **sizes)
+        _CONVERTED[block_mask] = readings, found
     return found
+
+
+class _UnknownError(Exception):
+    """A mask_mod reads something that may change without notice."""
+
+
+def _read(value: Any, readings: list[Reading], seen: dict[int, tuple[int, object]]) -> None:
+    """Adds what a mask is made of: its lists, its mask_mod, and all that this function captures or takes from globals.
+
+    torch evaluates a mask_mod in every call, so a new value of any of these must be noticed.
+    """
+    if type(value) is not Tensor and isinstance(value, FIXED):
+        readings.append((type(value), value))
+    elif id(value) in seen:
+        readings.append((None, seen[id(value)][0]))
+    else:
+        seen[id(value)] = len(seen), value  # kept alive, so that no other object gets its id
+        if isinstance(value, Tensor) and not value.is_inference():
+            readings.append((weakref.ref(value), value._version))  # noqa: SLF001
+        elif isinstance(value, (tuple, list)):
+            readings.append((type(value), len(value)))
+            for item in value:
+                _read(item, readings, seen)
+        elif isinstance(value, dict):
+            _read([*value.keys(), *value.values()], readings, seen)
+        elif isinstance(value, FunctionType):
+            readings.append((value.__code__, None))
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            names = () if (value.__module__ or "").split(".")[0] == "torch" else _names(value.__code__)
+            named = [value.__globals__[name] for name in names if name in value.__globals__]
+            _read((*cells, *named, value.__defaults__, value.__kwdefaults__), readings, seen)
+        elif isinstance(value, ModuleType) and value.__name__.split(".")[0] in ("torch", "math"):
+            readings.append((value, None))
+        else:
+            raise _UnknownError
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names that a function and those defined inside it may take from globals."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

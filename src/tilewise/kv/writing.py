@@ -71,8 +71,8 @@ def _takes(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor) -> bool:
     """Whether a kernel can take these tensors."""
     if torch.compiler.is_compiling() or k.dtype not in DTYPES:
         return False
-    # Kernels read memory, which a negated view does not hold.
-    plain = all(type(t) is Tensor and not t.is_neg() for t in (k, v, k_pages, v_pages))
+    # Kernels read memory, which a negated view and zeros of autograd do not hold.
+    plain = all(type(t) is Tensor and not (t.is_neg() or t._is_zerotensor()) for t in (k, v, k_pages, v_pages))  # noqa: SLF001
     return plain and k_pages.stride(-1) == v_pages.stride(-1) == 1
 
 

@@ -167,7 +167,8 @@ def _require_length(rows: int, columns: int, queries: int, keys: int) -> None:
 
 
 def _packed_by_position(flags: _Mask, position_ids: Tensor | None, query: Tensor, key: Tensor) -> _Mask:
-    """The sequences in one row of tokens that their positions (1, tokens), or coordinates (tokens, axes), tell apart.
+    """The sequences in one row of tokens that their positions (1, tokens), or coordinates (tokens, axes) or (axes, 1,
+    tokens), tell apart.
 
     Reading positions makes the CPU wait for a GPU in every layer, as transformers' own path for flash-attn does.
     While a model is traced they cannot be read, and the sequences become a mask.
@@ -175,7 +176,8 @@ def _packed_by_position(flags: _Mask, position_ids: Tensor | None, query: Tensor
     tokens = query.shape[2]
     if position_ids is None or query.shape[0] != 1 or tokens != key.shape[2] or position_ids.numel() % tokens:
         return flags  # a batch has a row for each sequence, and attention across has other positions
-    first = (position_ids.reshape(tokens, -1) == 0).all(-1)
+    is_pairs = position_ids.dim() == 2 and position_ids.shape[0] == tokens
+    first = (position_ids == 0).all(-1) if is_pairs else (position_ids.reshape(-1, tokens) == 0).all(0)
     if tracing(position_ids):
         sequence = first.cumsum(0)
         return flags._replace(mask=(sequence[:, None] == sequence)[None, None])

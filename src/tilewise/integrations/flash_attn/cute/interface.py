@@ -66,7 +66,8 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of q (batch, seqlen_q, heads, dim) to k, v; lse is returned with and without `return_lse`.
 
-    lse is (batch, heads, seqlen_q), with `qv` (batch, seqlen_q, heads), as in FA4.
+    lse is (batch, heads, seqlen_q), with `qv` (batch, seqlen_q, heads), as in FA4. So it is where k is v and has 512
+    columns, which FA4 takes as a call with `qv` alone.
     """
     del num_splits, pack_gqa, return_lse
     modifiers = (gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars)
@@ -74,7 +75,7 @@ def flash_attn_func(
     flags = _flags(softmax_scale, causal, window_size, softcap, deterministic, learnable_sink)
     _check_operands(q, k, v, qv, learnable_sink)
     out, lse = fa3.attend(q, k, v, qv, Descales(), None, 0, flags)
-    return out, lse if qv is None else lse.transpose(-1, -2)
+    return out, lse.transpose(-1, -2) if _is_latent(k, v, qv) else lse
 
 
 @worded(NAMES)
@@ -115,7 +116,8 @@ def flash_attn_varlen_func(
     (batch, seqlen, heads, dim), of which the first `seqused_*` rows count; with `page_table` k and v are pages, and
     `seqused_k` their lengths.
 
-    lse is (heads, total_q) or (batch, heads, seqlen_q), with `qv` its last two dimensions are swapped, as in FA4.
+    lse is (heads, total_q) or (batch, heads, seqlen_q); its last two dimensions are swapped where `flash_attn_func`
+    swaps them.
     """
     del num_splits, pack_gqa, return_lse, min_seqlen_k, scheduler_metadata, seqlen_k_per_split
     del disable_scheduler_metadata
@@ -148,7 +150,7 @@ def flash_attn_varlen_func(
         out, lse = fa3.attend(queries, keys, values, extra, Descales(), packed, 0, flags)
     if dense_q:
         out, lse = out.unflatten(0, shape[:2]), lse.unflatten(1, shape[:2]).transpose(0, 1)
-    return out, lse if qv is None else lse.transpose(-1, -2)
+    return out, lse.transpose(-1, -2) if _is_latent(k, v, qv) else lse
 
 
 @worded(NAMES)
@@ -216,6 +218,11 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, sinks: T
             raise Unsupported("qv where k is v: flash-attn 4 then leaves q and k out; pass qv as q, without qv")
     if q.dtype is E4M3 and sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
         raise Unsupported("a gradient of learnable_sink beside FP8 inputs: pass it detached, or bf16 tensors")
+
+
+def _is_latent(k: Tensor, v: Tensor, qv: Tensor | None) -> bool:
+    """Whether FA4 runs its kernel for latents, whose lse has the heads last."""
+    return qv is not None or (k is v and v.shape[-1] == 512)
 
 
 def _packed(
