@@ -10,6 +10,7 @@ reads that form, so that no mask is compiled. Nothing here is ever as large as s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -675,14 +676,18 @@ def _depends(fn: Callable[..., Any], place: int, device: torch.device) -> bool:
     """Whether a mask_mod makes something of its argument at this place: then vmap over it maps the result, too."""
     at = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
     at[place] = at[place].unsqueeze(0)
-    dims = tuple(0 if index == place else None for index in range(4))
-    try:
-        torch.vmap(fn, in_dims=dims, out_dims=None)(*at)
-    except ValueError as error:
-        return "BatchedTensor when out_dim" in str(error)
-    except RuntimeError:  # reported when the mask is evaluated
-        return False
-    return False
+    found = False
+
+    def probe(*args: Tensor) -> Tensor:
+        nonlocal found
+        made = fn(*args)
+        found = isinstance(made, Tensor) and torch._C._functorch.is_batchedtensor(made)  # noqa: SLF001
+        return args[place]
+
+    # What goes wrong in the function is reported when the mask is evaluated.
+    with contextlib.suppress(Exception):
+        torch.vmap(probe, in_dims=tuple(0 if index == place else None for index in range(4)))(*at)
+    return found
 
 
 def _by_ranges(bounds: Tensor, seqlen: int) -> Tensor:
