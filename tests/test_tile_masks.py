@@ -203,6 +203,9 @@ def test_growing_from_nothing_and_by_several_rows() -> None:
     expected = rows.clone()
     expected[:, :, :130, 140:] = False
     assert torch.equal(more.dense(), expected)
+    wider = TileMask.from_dense(rows[:, :, :130, :140]).grow(rows[:, :, :0]).dense()
+    assert torch.equal(wider[..., :140], rows[:, :, :130, :140])
+    assert not wider[..., 140:].any()
 
 
 def test_stacked_masks_hide_what_is_past_their_own() -> None:

@@ -498,6 +498,8 @@ class TileMask:
             else:
                 at = i.clamp_max(self.seqlen_q - 1), j.clamp_max(self.seqlen_k - 1)
                 before = is_visible(old, self.bits, b, h, *at) & (j < self.seqlen_k)
+            if more.shape[2] == 0:
+                return before
             return torch.where(i < self.seqlen_q, before, more[b, h, (i - self.seqlen_q).clamp_min(0), j])
 
         grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, self.bits)
