@@ -347,6 +347,14 @@ def test_compiled_exported_and_vmapped() -> None:
         assert torch.equal(found, torch.stack([tw.attention(x, x, x, mask=mask) for x in many]))
 
 
+def test_masks_can_be_made_in_a_compiled_function() -> None:
+    def attend(q: Tensor, ids: Tensor) -> Tensor:
+        return tw.attention(q, q, q, mask=TileMask.documents(ids) & tw.tile_mask(lambda _b, _h, i, j: i >= j, 200, 200))
+
+    q, ids = torch.randn(1, 2, 200, 8), torch.arange(200) // 30
+    assert torch.equal(torch.compile(attend, backend="eager")(q, ids), attend(q, ids))
+
+
 def test_gradients_agree_with_finite_differences() -> None:
     q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.double, requires_grad=True) for n in (5, 7, 7))
     seen = torch.rand(1, 2, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
