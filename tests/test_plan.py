@@ -79,6 +79,15 @@ def test_plan_of_a_causal_training_step() -> None:
     assert plan.tiled.extra_memory == out + 2 * lse + inputs
 
 
+def test_gradients_of_bias_and_sinks_take_memory() -> None:
+    q = meta(1, 4, 64, 8, grad=True)
+    bias, sinks = meta(4, 64, 64, grad=True), meta(4, grad=True)
+    plain = tw.explain(q, q, q, bias=bias.detach(), sinks=sinks.detach(), device="h200")
+    learnt = tw.explain(q, q, q, bias=bias, sinks=sinks, device="h200")
+    assert learnt.memory.gradients == plain.memory.gradients + bias.nbytes + sinks.nbytes
+    assert learnt.tiled.extra_memory == plain.tiled.extra_memory + bias.nbytes + sinks.nbytes
+
+
 def test_roofline_is_the_slower_of_computing_and_moving() -> None:
     q, kv = meta(1, 32, 1, 128), meta(1, 32, 8192, 128)
     decode = tw.explain(q, kv, kv, device="h200").tiled

@@ -203,6 +203,9 @@ def test_growing_from_nothing_and_by_several_rows() -> None:
     expected = rows.clone()
     expected[:, :, :130, 140:] = False
     assert torch.equal(more.dense(), expected)
+    wider = TileMask.from_dense(rows[:, :, :130, :140]).grow(rows[:, :, :0]).dense()
+    assert torch.equal(wider[..., :140], rows[:, :, :130, :140])
+    assert not wider[..., 140:].any()
 
 
 def test_stacked_masks_hide_what_is_past_their_own() -> None:
@@ -344,6 +347,14 @@ def test_compiled_exported_and_vmapped() -> None:
         assert torch.equal(found, torch.stack([tw.attention(x, x, x, mask=mask) for x in many]))
 
 
+def test_masks_can_be_made_in_a_compiled_function() -> None:
+    def attend(q: Tensor, ids: Tensor) -> Tensor:
+        return tw.attention(q, q, q, mask=TileMask.documents(ids) & tw.tile_mask(lambda _b, _h, i, j: i >= j, 200, 200))
+
+    q, ids = torch.randn(1, 2, 200, 8), torch.arange(200) // 30
+    assert torch.equal(torch.compile(attend, backend="eager")(q, ids), attend(q, ids))
+
+
 def test_gradients_agree_with_finite_differences() -> None:
     q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.double, requires_grad=True) for n in (5, 7, 7))
     seen = torch.rand(1, 2, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -360,7 +371,8 @@ def test_explain_counts_the_tiles() -> None:
     assert plan.mask is not None
     # Four documents of 2 x 2 tiles each: causal leaves three of them, two on the diagonal.
     assert tuple(plan.mask.tiles) == (8 * 4, 8 * 8, 8 * (64 - 12))
-    assert plan.flops_forward < 0.4 * tw.explain(q, q, q, causal=True).flops_forward
+    # All pairs of these documents that causal leaves.
+    assert plan.flops_forward == 8 * 4 * (256 * 257 // 2) * 4 * 64
     assert "96 of 512 visited" in " ".join(str(plan).split())
     assert tw.explain(q, q, q).mask is None
     half = q.bfloat16()
@@ -375,6 +387,20 @@ def test_explain_counts_the_tiles() -> None:
     there = tw.explain(half, half, half, mask=mask, causal=True, device="h200")
     assert there.backend == "triton"
     assert [name for name, reason in there.rejected if "tile mask" in reason] == ["hopper"]
+
+
+def test_explain_counts_the_pairs_of_packed_sequences_and_of_edges() -> None:
+    short, long = (TileMask.from_dense(torch.ones(n, n, dtype=torch.bool)) for n in (100, 1000))
+    q, cu = torch.empty(1100, 2, 16), torch.tensor([0, 100, 1100], dtype=torch.int32)
+    plan = tw.explain(q, q, q, cu_seqlens_q=cu, cu_seqlens_k=cu, mask=TileMask.stack([short, long]))
+    assert plan.flops_forward == 2 * 4 * 16 * (100**2 + 1000**2)
+    assert plan.mask is not None
+    # Past the end of its own mask a tile has bits.
+    assert tuple(plan.mask.tiles) == (2 * 64, 2, 0)
+    corner = torch.zeros(130, 130, dtype=torch.bool)
+    corner[128:, 128:] = True
+    plan = tw.explain(*q[:130].transpose(0, 1)[None].expand(3, -1, -1, -1, -1), mask=TileMask.from_dense(corner))
+    assert plan.flops_forward == 2 * 4 * 16 * 2 * 2
 
 
 CAUSAL: Any = "causal"
@@ -431,6 +457,7 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: TileMask.neighbourhood(CUBE, 3), "one number per axis"),
         (lambda: TileMask.from_block_mask(MASK), "a BlockMask"),
         (lambda: TileMask.stack([]), "masks of batch 1"),
+        (lambda: TileMask.stack([TileMask.chunks(2, 5)], seqlen_k=0), "at least 5 and 5"),
         (lambda: TileMask.stack([3]), "masks of batch 1, got ['int']"),  # type: ignore[list-item]
         (lambda: MASK & MASK.cut((0, 128), (0, 200)), "a mask of 200 x 200"),
         (lambda: MASK & MASK.to("meta"), "a mask on cpu"),

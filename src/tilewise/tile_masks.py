@@ -328,7 +328,9 @@ class TileMask:
             got = [mask.shape if isinstance(mask, TileMask) else _shown(mask) for mask in given]
             raise InvalidProblem("masks", "one or more tile masks of batch 1", got, fix)
         longest_q, longest_k = max(m.seqlen_q for m in masks), max(m.seqlen_k for m in masks)
-        lengths = seqlen_q or longest_q, seqlen_k or longest_k
+        lengths = longest_q if seqlen_q is None else seqlen_q, longest_k if seqlen_k is None else seqlen_k
+        for name, length in zip(("seqlen_q", "seqlen_k"), lengths, strict=True):
+            _check_length(name, length)
         if lengths[0] < longest_q or lengths[1] < longest_k:
             expected = f"lengths of at least {longest_q} and {longest_k}"
             raise InvalidProblem("seqlen_q, seqlen_k", expected, lengths, "Cut the masks with mask.cut.")
@@ -506,6 +508,8 @@ class TileMask:
             else:
                 at = i.clamp_max(self.seqlen_q - 1), j.clamp_max(self.seqlen_k - 1)
                 before = is_visible(old, self.bits, b, h, *at) & (j < self.seqlen_k)
+            if more.shape[2] == 0:
+                return before
             return torch.where(i < self.seqlen_q, before, more[b, h, (i - self.seqlen_q).clamp_min(0), j])
 
         grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, self.bits)

@@ -11,6 +11,7 @@ The first query or key is in the lowest bit. Pairs past the lengths may have any
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -193,8 +194,9 @@ def packed(pairs: Tensor) -> Tensor:
 def _packed_by_keys(pairs: Tensor) -> Tensor:
     if pairs.device.type == "cpu":
         octets = np.packbits(pairs.numpy().reshape(-1, WORDS, WORD, TILE), axis=2, bitorder="little")
-        words = np.ascontiguousarray(octets.transpose(0, 1, 3, 2)).view("<i4").astype(np.int32)
-        return torch.from_numpy(words[..., 0])
+        # torch.compile can trace this dtype, but none that names a byte order.
+        words = np.ascontiguousarray(octets.transpose(0, 1, 3, 2)).view(np.int32)
+        return torch.from_numpy((words if sys.byteorder == "little" else words.byteswap())[..., 0])
     places = torch.arange(WORD, dtype=torch.int32, device=pairs.device)[:, None]
     # The sum of different powers of two: the highest is negative, which is its bit.
     return (pairs.reshape(-1, WORDS, WORD, TILE).to(torch.int32) << places).sum(2, dtype=torch.int32)

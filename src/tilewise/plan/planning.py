@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -45,10 +45,12 @@ class Higher(NamedTuple):
 
 
 class ListedTiles(NamedTuple):
-    """The tiles of 128 x 128 that a tile mask lists, of all sequences and heads, and that causal and window leave."""
+    """The tiles of 128 x 128 that a tile mask lists, of all sequences and heads, and that lengths, causal and window
+    leave.
+    """
 
     tiles: TileCounts
-    # The visited part of the tiles that causal and window leave. Unread maps count as full.
+    # The part of the pairs that causal and window leave which lies in visited tiles.
     share: float
     nbytes: int
     path: str
@@ -179,17 +181,21 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None, m
     materialises = backend in (None, "reference")
     shape = TEXTBOOK_TILE if backend is None or materialises else dispatch.load(backend).tile_shape(problem, spec)
     grid = TileGrid(*shape)
-    bands = _bands(problem, operands if readable else None)
+    sequences = _sequences(problem, operands if readable else None)
+    bands = Counter({band: len(indices) for band, indices in sequences.items()})
     rated = devices.measured_cpu() if spec == devices.this_cpu() else spec
     if mask is not None:
         operands = operands._replace(tiles=mask.tiles, tile_bits=mask.bits, tile_lists=mask.lists)
-    listed = _listed(problem, operands, backend)
+    listed = _listed(problem, operands, backend, sequences)
     share = 1.0 if listed is None else listed.share
     pairs = round(sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads * share)
     dims = problem.head_dim, problem.head_dim_v
     quantised, unordered = _reported(problem, backend)
     stored = operands[:2] + operands[3:] if problem.latent else operands
-    memory = memory_of(problem, [t.numel() * t.dtype.itemsize for t in stored if t is not None])
+    learnt = [t for t in (operands.bias, operands.sinks) if t is not None and t.requires_grad]
+    memory = memory_of(
+        problem, *([t.numel() * t.dtype.itemsize for t in some if t is not None] for some in (stored, learnt))
+    )
     return Plan(
         problem=problem,
         device=rated,
@@ -277,40 +283,53 @@ def _reported(problem: AttentionProblem, name: str | None) -> tuple[str | None, 
     return (backend.fp8_path(problem) if problem.fp8 else None), backend.unordered(problem)
 
 
-def _listed(problem: AttentionProblem, operands: Operands, name: str | None) -> ListedTiles | None:
+def _listed(
+    problem: AttentionProblem, operands: Operands, name: str | None, sequences: Mapping[Band, Sequence[int]]
+) -> ListedTiles | None:
     """What a tile mask leaves, if there is one and it can be read."""
     if operands.tiles is None or operands.tile_bits is None or not _readable([operands.tiles]):
         return None
     path = "no backend takes it"
     if name is not None and isinstance(backend := dispatch.load(name), TileMasking):
         path = backend.skips_tiles(problem)
-    kinds = operands.tiles.cpu().expand(problem.batch, problem.num_heads, -1, -1)
-    inside, whole = (torch.ones(kinds.shape[2:], dtype=torch.bool, device="cpu") for _ in range(2))
-    if problem.kind == "dense":
-        band, grid = Band(problem.seqlen_q, problem.seqlen_k, *problem.band), TileGrid(TILE, TILE)
-        inside.fill_(False)
-        whole.fill_(False)
-        for m_block in range(kinds.shape[2]):
-            for tile in band.key_tiles(m_block, grid):
-                inside[m_block, tile.n_block] = True
-                # Keys past the last one do not count: the map calls such a tile full too.
-                end = min((tile.n_block + 1) * TILE, problem.seqlen_k)
-                common = band.keys_common(m_block * TILE, (m_block + 1) * TILE)
-                whole[m_block, tile.n_block] = common.start <= tile.n_block * TILE and end <= common.stop
-    full = int(((kinds == FULL) & whole).sum())
-    visited = int(((kinds != EMPTY) & inside).sum())
-    counts = TileCounts(full, visited - full, kinds.numel() - visited)
-    possible = int(inside.sum()) * problem.batch * problem.num_heads
-    stored = (operands.tiles, operands.tile_bits, operands.tile_lists)
-    nbytes = sum(tensor.nbytes for tensor in stored if tensor is not None)
-    return ListedTiles(counts, visited / max(1, possible), nbytes, path)
+    stored = operands.tiles.cpu()
+    full = visited = tiles = pairs = total = 0
+    for band, indices in sequences.items():
+        visible, every = _visible_pairs(band)
+        shared = len(stored) == 1
+        own = (stored if shared else stored[list(indices)])[:, :, : visible.shape[0], : visible.shape[1]]
+        # Sequences and heads that share an entry of the map.
+        times = (len(indices) if shared else 1) * (problem.num_heads // stored.shape[1])
+        listed = (own != EMPTY).sum((0, 1)) * times
+        full += int(((own == FULL).sum((0, 1)) * times)[visible == every].sum())
+        visited += int(listed[visible > 0].sum())
+        pairs += int((listed * visible).sum())
+        tiles += visible.numel() * problem.num_heads * len(indices)
+        total += band.count_pairs() * problem.num_heads * len(indices)
+    nbytes = sum(t.nbytes for t in (operands.tiles, operands.tile_bits, operands.tile_lists) if t is not None)
+    return ListedTiles(TileCounts(full, visited - full, tiles - visited), pairs / max(1, total), nbytes, path)
 
 
-def _bands(problem: AttentionProblem, operands: Operands | None) -> Counter[Band]:
-    """The score matrices, and how many sequences have each."""
+def _visible_pairs(band: Band) -> tuple[Tensor, Tensor]:
+    """The pairs of each tile of 128 x 128 that a band leaves, and all pairs of the tile."""
+    rows, keys = (torch.arange(-(-n // TILE) + 1, device="cpu").mul(TILE).clamp_max(n) for n in band[:2])
+    left, right = (band.seqlen_q + band.seqlen_k if side is None else side for side in (band.left, band.right))
+    every = torch.zeros(len(rows) - 1, len(keys) - 1, dtype=torch.int64, device="cpu")
+    for m_block in range(len(every)):
+        at = torch.arange(int(rows[m_block]), int(rows[m_block + 1]), device="cpu")[:, None] + band.offset
+        upto = torch.minimum(keys, at + right + 1) - (at - left).clamp_min(0)
+        every[m_block] = upto.clamp_min(0).sum(0).diff()
+    return every, rows.diff()[:, None] * keys.diff()
+
+
+def _sequences(problem: AttentionProblem, operands: Operands | None) -> dict[Band, Sequence[int]]:
+    """The score matrices, and the sequences that have each."""
     if problem.kind == "dense":
-        return Counter({Band(problem.seqlen_q, problem.seqlen_k, *problem.band): problem.batch})
-    return Counter(Band(*pair, *problem.band) for pair in _lengths(problem, operands))
+        return {Band(problem.seqlen_q, problem.seqlen_k, *problem.band): range(problem.batch)}
+    found: dict[Band, list[int]] = {}
+    for index, pair in enumerate(_lengths(problem, operands)):
+        found.setdefault(Band(*pair, *problem.band), []).append(index)
+    return dict(found)
 
 
 def _lengths(problem: AttentionProblem, operands: Operands | None) -> list[tuple[int, int]]:

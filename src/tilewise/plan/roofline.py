@@ -59,8 +59,10 @@ class Memory:
     gradients: int
 
 
-def memory_of(problem: AttentionProblem, inputs: Iterable[int]) -> Memory:
-    """Memory of a problem whose input tensors have these sizes in bytes."""
+def memory_of(problem: AttentionProblem, inputs: Iterable[int], learnt: Iterable[int] = ()) -> Memory:
+    """Memory of a problem whose input tensors have these sizes in bytes. `learnt` are those of a bias and sinks that
+    require gradients; q, k and v all count as requiring them where any does.
+    """
     stored = sum(inputs)
     out = problem.total_q * problem.num_heads * problem.head_dim_v * problem.dtype.itemsize
     lse = problem.total_q * problem.num_heads * problem.accumulate_dtype.itemsize
@@ -68,7 +70,7 @@ def memory_of(problem: AttentionProblem, inputs: Iterable[int]) -> Memory:
         return Memory(stored, out + lse, 0, 0)
     q = problem.total_q * problem.num_heads * problem.head_dim
     kv = problem.total_k * problem.num_kv_heads * (problem.head_dim + problem.head_dim_v)
-    return Memory(stored, out + lse, stored + out + lse, (q + kv) * problem.dtype.itemsize)
+    return Memory(stored, out + lse, stored + out + lse, (q + kv) * problem.dtype.itemsize + sum(learnt))
 
 
 def naive_work(problem: AttentionProblem, bands: Bands, memory: Memory, spec: DeviceSpec) -> Work:
