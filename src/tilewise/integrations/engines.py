@@ -103,8 +103,8 @@ class Batch:
             return
         device, most = self.seqlens_k.device, max(len(found[n]) for n in chosen)
         index = torch.tensor(chosen, device=device)
-        counts = torch.tensor([starts[n + 1] - starts[n] for n in chosen])
-        rows = torch.cat([torch.arange(starts[n], starts[n + 1]) for n in chosen]).to(device)
+        counts = torch.tensor([starts[n + 1] - starts[n] for n in chosen], device="cpu")
+        rows = torch.cat([torch.arange(starts[n], starts[n + 1], device=device) for n in chosen])
         padded = torch.tensor([found[n] + [(0, -1)] * (most - len(found[n])) for n in chosen], device=device)
         pages = -(-max(lengths[n] for n in chosen) // self.page_size)
         part = replace(
