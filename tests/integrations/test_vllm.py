@@ -300,6 +300,22 @@ def test_image_tokens_see_each_other(classes: Any, cache: str, window: int | Non
     assert classes.TilewiseBackend.supports_mm_prefix()
 
 
+def test_a_model_may_clear_the_spans_of_a_layer(classes: Any) -> None:
+    """Gemma 4 does, before its layers without a window."""
+    engine = Engine(classes)
+    engine.step([engine.add()], [33], mm_req_doc_ranges={0: SPANS[0]})
+    assert engine.batch.mm_prefix_range is not None
+    engine.batch.mm_prefix_range = None
+    engine.impl.forward(engine.layer, engine.q, None, None, engine.cache, engine.batch, engine.output)
+    engine.check()
+
+
+def test_steps_in_both_directions_of_requests_without_images(classes: Any) -> None:
+    engine = Engine(classes)
+    engine.step([engine.add(), engine.add()], [20, 3], causal=False, mm_req_doc_ranges={0: [], 1: []})
+    engine.check(causal=False)
+
+
 @pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
 def test_encoders_attend_to_the_step_alone(classes: Any, kind: str) -> None:
     engine = Engine(classes, impl_options={"attn_type": kind, "sliding_window": 12})
@@ -481,7 +497,10 @@ def test_pages_of_another_size_than_the_table_counts(classes: Any) -> None:
 
 
 def test_captured_steps_are_those_of_equally_many_queries(classes: Any) -> None:
-    assert classes.TilewiseBuilder._cudagraph_support.name == "UNIFORM_BATCH"
+    """With images of one query: graphs have no spans."""
+    for images, support in ((False, "UNIFORM_BATCH"), (True, "UNIFORM_SINGLE_TOKEN_DECODE")):
+        config = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=images))
+        assert classes.TilewiseBuilder.get_cudagraph_support(config, None).name == support
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])

@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from tilewise.errors import Unsupported
-from tilewise.integrations.engines import DTYPES, Batch, Layer, Role, int8_cell
+from tilewise.integrations.engines import DTYPES, Batch, Layer, Role, Spans, int8_cell
 from tilewise.integrations.vllm import refusals
 
 __all__ = ["TilewiseBackend", "TilewiseBuilder", "TilewiseImpl"]
@@ -136,11 +136,34 @@ class TilewiseBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
 
+class Step(Batch):
+    """A batch whose spans have the name under which models of vLLM clear them: Gemma 4, for layers without a window."""
+
+    @property
+    def mm_prefix_range(self) -> Spans | None:
+        """The batch's `spans`."""
+        return self.spans
+
+    @mm_prefix_range.setter
+    def mm_prefix_range(self, spans: Spans | None) -> None:
+        self.spans = spans
+
+
 class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
     """Prepares a step."""
 
     # Steps whose requests have equally many queries: decoding, and the verification of drafts.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Which steps a graph may replay. A replay knows no spans: it would take the end of a prompt with an image,
+        of as many queries as drafts are verified, for decoding. A single query sees the same without them.
+        """
+        del kv_cache_spec
+        if vllm_config.model_config.is_mm_prefix_lm:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -156,7 +179,7 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
         del common_prefix_len
         common = common_attn_metadata
         refusals.refuse_batch(common, takes_spans=True)
-        batch = Batch(
+        batch = Step(
             common.num_actual_tokens,
             common.query_start_loc,
             common.max_query_len,

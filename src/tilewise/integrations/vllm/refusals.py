@@ -52,9 +52,10 @@ def refuse_cache(device: torch.device, kv_transfer_config: Any) -> None:
         )
 
 
-def spans_of(common: Any) -> dict[int, list[tuple[int, int]]] | None:
-    """The spans of a step's requests whose tokens see each other in both directions: images."""
-    return getattr(common, "mm_req_doc_ranges", None)
+def spans_of(common: Any) -> dict[int, list[tuple[int, int]]]:
+    """The spans of tokens that see each other in both directions, images, of each request that has any."""
+    ranges = getattr(common, "mm_req_doc_ranges", None) or {}
+    return {n: spans for n, spans in ranges.items() if spans}
 
 
 def refuse_batch(common: Any, *, takes_spans: bool = False) -> None:
