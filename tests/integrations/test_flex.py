@@ -124,15 +124,33 @@ class Offset:
     by = torch.tensor(5)
 
 
-@pytest.mark.parametrize("change", ["captured", "global", "rebound", "attribute", "function", "lists"])
+def shifted(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i + shifted.by >= j  # type: ignore[attr-defined]
+
+
+def imported(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    import types
+
+    return i + types.by >= j  # type: ignore[attr-defined,no-any-return]
+
+
+CHANGES = ["captured", "global", "rebound", "attribute", "own", "import", "data", "function", "lists"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_block_mask_is_converted_again_when_what_it_reads_changes(change: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(f"{__name__}.DOCUMENTS", DOCUMENTS.clone())
-    documents_here, shift, offset = torch.arange(300) // 110, 5, Offset()
+    documents_here, shift, offset, data = torch.arange(300) // 110, 5, Offset(), torch.tensor(5)
+    shifted.by = 5  # type: ignore[attr-defined]
+    monkeypatch.setattr("types.by", 5, raising=False)
     mods: dict[str, Any] = {
         "captured": theirs.and_masks(prefix_lm, lambda _b, _h, i, j: documents_here[i] == documents_here[j], prefix_lm),
         "global": documents,
         "rebound": lambda _b, _h, i, j: i + shift >= j,
         "attribute": lambda _b, _h, i, j: i + offset.by >= j,
+        "own": shifted,
+        "import": imported,
+        "data": lambda _b, _h, i, j: i + data >= j,
     }
     block = theirs.create_block_mask(mods.get(change, prefix_lm), None, 4, 300, 300, device="cpu")
     both(operands(), block, block)
@@ -147,7 +165,9 @@ def test_a_block_mask_is_converted_again_when_what_it_reads_changes(change: str,
         # Torch's uncompiled reference reads no lists.
         torch.testing.assert_close(flex_attention(*operands(), block_mask=block), torch.zeros(2, 4, 300, 16))
         return
-    shift, offset.by = 3, torch.tensor(3)
+    shift, offset.by, data.data = 3, torch.tensor(3), torch.tensor(3)
+    shifted.by = 3  # type: ignore[attr-defined]
+    monkeypatch.setattr("types.by", 3)
     both(operands(), block, block)
 
 

@@ -8,6 +8,7 @@ is any function; a score_mod must be a `ScoreMod`, which names what the kernels 
 
 from __future__ import annotations
 
+import dis
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ NAMES = {
 }  # fmt: skip
 # What cannot change, as far as masks read it.
 FIXED = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# A function that imports may read what is neither captured nor global.
+IMPORT = dis.opmap["IMPORT_NAME"]
 # An object that is read, and its version or value.
 Reading = tuple[object, object]
 # Tile masks of BlockMasks that are alive, with what they were made of: a model passes one to all of its layers.
@@ -194,7 +197,7 @@ def _read(value: Any, readings: list[Reading], seen: dict[int, tuple[int, object
     else:
         seen[id(value)] = len(seen), value  # kept alive, so that no other object gets its id
         if isinstance(value, Tensor) and not value.is_inference():
-            readings.append((weakref.ref(value), value._version))  # noqa: SLF001
+            readings.append((weakref.ref(value), (value._version, value.data_ptr())))  # noqa: SLF001
         elif isinstance(value, (tuple, list)):
             readings.append((type(value), len(value)))
             for item in value:
@@ -206,7 +209,7 @@ def _read(value: Any, readings: list[Reading], seen: dict[int, tuple[int, object
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             names = () if (value.__module__ or "").split(".")[0] == "torch" else _names(value.__code__)
             named = [value.__globals__[name] for name in names if name in value.__globals__]
-            _read((*cells, *named, value.__defaults__, value.__kwdefaults__), readings, seen)
+            _read((*cells, *named, value.__defaults__, value.__kwdefaults__, value.__dict__), readings, seen)
         elif isinstance(value, ModuleType) and value.__name__.split(".")[0] in ("torch", "math"):
             readings.append((value, None))
         else:
@@ -215,6 +218,8 @@ def _read(value: Any, readings: list[Reading], seen: dict[int, tuple[int, object
 
 def _names(code: CodeType) -> Iterator[str]:
     """Names that a function and those defined inside it may take from globals."""
+    if IMPORT in code.co_code[::2]:
+        raise _UnknownError
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
