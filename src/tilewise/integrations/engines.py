@@ -145,12 +145,13 @@ class Spans:
             position = torch.arange(batch.max_seqlen_q, device=ranges.device)
             before = batch.seqlens_k - batch.cu_seqlens_q.diff()
             position = (position + before[:, None])[:, None, :, None]
-            least = torch.zeros_like(position) if left is None else (position - left).clamp_min(0)
             first, last = ranges.unbind(-1)
             inside = (first <= position) & (position <= last)
-            first = torch.maximum(first, least) if is_clamped else first
-            starts = torch.cat([least, torch.where(inside, first, 0)], -1)
-            ends = torch.cat([position, torch.where(inside, last, -1)], -1) + 1
+            # What a query sees is one interval, because all that it sees meets at its own position.
+            starts = torch.zeros_like(position) if left is None else (position - left).clamp_min(0)
+            if not is_clamped:
+                starts = torch.minimum(starts, torch.where(inside, first, position).amin(-1, keepdim=True))
+            ends = torch.where(inside, last, position).amax(-1, keepdim=True) + 1
             keys = batch.block_table.shape[1] * batch.page_size
             self.masks[left, is_clamped] = TileMask.from_intervals(starts, ends, keys)
         return self.masks[left, is_clamped]
