@@ -15,7 +15,7 @@ from tilewise import settings
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
 from tilewise.fp8.quantisation import SCALE_RANGE
-from tilewise.memory import overlap, overlaps_itself
+from tilewise.memory import extent, overlap, overlaps_itself
 from tilewise.problem import MAX_HEAD_DIM
 from tilewise.subclasses import check_class
 from tilewise.validation.results import Disjoint, check_strides
@@ -251,10 +251,15 @@ def check_pages(step: Step) -> None:
 
 def _check_written_scales(step: Step) -> None:
     """Scales that are written have memory of their own."""
-    written: dict[str, Any] = {"k_scale": step.k_scale, "v_scale": step.v_scale}
-    for name, scales in written.items():
-        for other in ("q", "k", "v", "out", "k_pages", "v_pages", "cos_sin", *({"k_scale", "v_scale"} - {name})):
-            _check_apart(name, scales, other, getattr(step, other), "Allocate scales by themselves.")
+    names = ("k_scale", "v_scale", "q", "k", "v", "out", "k_pages", "v_pages", "cos_sin")
+    tensors = [getattr(step, name) for name in names]
+    begins = [t.data_ptr() for t in tensors]
+    ends = [begin + extent(t) for begin, t in zip(begins, tensors, strict=True)]
+    for one in range(2):
+        for other in range(one + 1, len(names)):
+            if begins[one] < ends[other] and begins[other] < ends[one]:
+                fix = "Allocate scales by themselves."
+                _check_apart(names[one], tensors[one], names[other], tensors[other], fix)
 
 
 def _check_apart(name: str, one: Tensor, other_name: str, other: Tensor, fix: str) -> None:
