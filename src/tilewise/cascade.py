@@ -195,7 +195,8 @@ def _check(shared: Any, operands: Operands) -> None:
 def _check_contents(shared: SharedPrefix, num_queries: int) -> None:
     """Checks the contents: on a CPU, where reading is free, and on a GPU if `settings` asks for it."""
     totals, rows = shared.cu_seqlens_q.tolist(), shared.rows
-    if shared.cu_seqlens_q.shape != (len(shared.groups) + 1,) or totals[-1] != shared.num_rows:
+    running = shared.cu_seqlens_q.shape == (len(shared.groups) + 1,) and totals == sorted(totals)
+    if not running or (totals[0], totals[-1]) != (0, shared.num_rows):
         expected = f"{len(shared.groups) + 1} running totals up to {shared.num_rows}, the rows of the groups"
         raise InvalidProblem("shared_prefix.cu_seqlens_q", expected, totals, HINT_MAKER)
     if rows is None or not len(rows):

@@ -295,6 +295,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "shared_prefix.cu_seqlens_q: expected 2 running totals up to 4, the rows of the groups, got [0, 9]",
     ),
     "no totals": ({"cu_seqlens_q": torch.zeros(0, dtype=torch.int32)}, "shared_prefix.cu_seqlens_q: expected 2"),
+    "totals from 1": (
+        {"cu_seqlens_q": torch.tensor([1, 4], dtype=torch.int32)},
+        "shared_prefix.cu_seqlens_q: expected 2",
+    ),
     "a row past q": ({"rows": torch.tensor([0, 1, 2, 4])}, "shared_prefix.rows: expected distinct rows of q"),
     "a negative row": ({"rows": torch.tensor([0, 1, 2, -1])}, "shared_prefix.rows: expected distinct rows of q"),
     "a row twice": ({"rows": torch.tensor([0, 1, 2, 2])}, "shared_prefix.rows: expected distinct rows of q"),
