@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from tilewise import settings
 from tilewise.errors import InvalidProblem
@@ -676,15 +677,31 @@ def _vmapped(fn: Callable[..., Any]) -> Pairs:
     return each  # type: ignore[no-any-return]
 
 
+class _Likeness(TorchFunctionMode):
+    """Tensors that take only dtype and device of an index do not depend on it: torch's and_masks starts with such."""
+
+    MAKERS = (
+        Tensor.new_ones, Tensor.new_zeros, Tensor.new_full, torch.ones_like, torch.zeros_like, torch.full_like,
+    )  # fmt: skip
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func in self.MAKERS and args and isinstance(args[0], Tensor):
+            like = args[0]
+            args = (torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 def _depends(fn: Callable[..., Any], place: int, device: torch.device) -> bool:
-    """Whether a mask_mod makes something of its argument at this place: then vmap over it maps the result, too."""
+    """Whether a mask_mod makes something of the value at this place: then vmap over it maps the result, too."""
     at = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
     at[place] = at[place].unsqueeze(0)
     found = False
 
     def probe(*args: Tensor) -> Tensor:
         nonlocal found
-        made = fn(*args)
+        with _Likeness():
+            made = fn(*args)
         found = isinstance(made, Tensor) and torch._C._functorch.is_batchedtensor(made)  # noqa: SLF001
         return args[place]
 

@@ -120,12 +120,19 @@ def test_lists_that_sequences_and_heads_share_under_a_mask_mod_of_each() -> None
     assert create_block_mask(theirs.noop_mask, None, None, 120, 120, device="cpu").density == 1
 
 
+@pytest.mark.parametrize("joined", [theirs.and_masks, theirs.or_masks])
+def test_masks_that_torch_joins_depend_on_no_sequence(joined: Any) -> None:
+    """torch starts with a tensor in the likeness of b."""
+    args = (joined(prefix_lm, lambda _b, _h, i, j: i - j < 90), None, None, 300, 300)
+    both(operands(), theirs.create_block_mask(*args, device="cpu"), create_block_mask(*args, device="cpu"))
+
+
 class Offset:
     by = torch.tensor(5)
 
 
 def shifted(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return i + shifted.by >= j  # type: ignore[attr-defined]
+    return i + shifted.by >= j  # type: ignore[attr-defined,no-any-return]
 
 
 def imported(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
@@ -72,10 +72,6 @@ class ScoreMod:
         return score
 
 
-def _everything(_b: Tensor, _h: Tensor, i: Tensor, _j: Tensor) -> Tensor:
-    return i >= 0
-
-
 @worded(NAMES)
 def create_block_mask(
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
@@ -95,7 +91,6 @@ def create_block_mask(
         raise InvalidProblem("BLOCK_SIZE", f"{TILE}", BLOCK_SIZE, "Leave it out: the mask means the same.")
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
-    mask_mod = _everything if mask_mod is noop_mask else mask_mod  # torch's makes its result from b
     return tile_mask(mask_mod, Q_LEN, KV_LEN, batch=B, heads=H, device=device)
 
 
