@@ -286,3 +286,10 @@ def test_the_advice_about_nested_tensors_works_as_printed(layout: torch.layout) 
     ):
         for a, b in zip(found.unbind(), want.unbind(), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_a_compiled_whole_graph_still_names_the_mistake() -> None:
+    flags: Arguments = {"window": 128}
+    compiled = torch.compile(lambda q: tw.attention(q, q, q, **flags), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=re.escape("The last n keys are (n - 1, 0)")):
+        compiled(zeros(1, 2, 5, 8))
