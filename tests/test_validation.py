@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import zeros
@@ -150,6 +151,14 @@ FIXES: dict[str, tuple[Arguments, str]] = {
     "a mask of padding": (dense(mask=torch.ones(2, 7, dtype=torch.bool)), "is mask[:, None, None, :]"),
     "a mask of 0 and 1": (dense(mask=torch.ones(5, 7, dtype=torch.int64)), "0 and 1 become a mask by .bool()"),
     "a window of one number": (dense(window=128), "The last n keys are (n - 1, 0)"),
+    "a mask for each sequence": (dense(mask=torch.ones(2, 5, 7, dtype=torch.bool)), "is mask[:, None]"),
+    "a mask of numpy": (dense(mask=np.ones((5, 7), bool)), "torch.as_tensor an array"),
+    "integers": (dense(q=zeros(2, 4, 5, 8, dtype=torch.int32)), "to float16, bfloat16 or float32"),
+    "wide values": (dense(v=zeros(2, 2, 7, 1024)), "join the results with torch.cat"),
+    "a learnt scale": (dense(scale=torch.tensor(0.1)), "pass q * scale and scale=1.0"),
+    "dense queries to pack": (packed(q=zeros(2, 5, 4, 8)), "is packed by q.flatten(0, 1)"),
+    "pages with heads first": (paged(**{n: zeros(6, 2, 8, 8) for n in ("k_pages", "v_pages")}), "and 2 of pages"),
+    "queries in another dtype": (paged(q=zeros(2, 4, 8).half()), "Convert q to the dtype of the pages"),
 }
 
 
@@ -157,7 +166,7 @@ FIXES: dict[str, tuple[Arguments, str]] = {
 def test_likely_mistakes_are_told_what_to_do(name: str) -> None:
     arguments, fix = FIXES[name]
     with pytest.raises(tw.InvalidProblem, match=re.escape(fix)):
-        tw.attention(**arguments)
+        call_of(arguments)(**arguments)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -277,3 +286,10 @@ def test_the_advice_about_nested_tensors_works_as_printed(layout: torch.layout) 
     ):
         for a, b in zip(found.unbind(), want.unbind(), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_a_compiled_whole_graph_still_names_the_mistake() -> None:
+    flags: Arguments = {"window": 128}
+    compiled = torch.compile(lambda q: tw.attention(q, q, q, **flags), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=re.escape("The last n keys are (n - 1, 0)")):
+        compiled(zeros(1, 2, 5, 8))

@@ -104,10 +104,12 @@ def _select(problem: AttentionProblem, device: DeviceSpec, name: str, here: bool
         if reason is None:
             return Selection(backend, tuple(rejected))
         rejected.append(Rejection(candidate, reason))
-    asked = "no backend" if name == "auto" else f"backend {name!r} does not"
-    verb = "takes" if name == "auto" else "take"
     features = ", ".join(problem.features) or "no extra features"
-    raise Unsupported(f"{asked} {verb} this {problem.kind} problem ({features}) on {device.name}", rejected)
+    given = f"this {problem.kind} problem ({features}) on {device.name}"
+    if name == "auto":
+        raise Unsupported(f"no backend takes {given}", rejected)
+    fix = "backend='auto' asks all of them, unless TILEWISE_BACKEND names one"
+    raise Unsupported(f"backend {name!r} does not take {given}; {fix}", rejected)
 
 
 def serving(device_type: str) -> Serving | None:

@@ -24,7 +24,8 @@ class InvalidProblem(TilewiseError, ValueError):
     """An argument is wrong: says which one, what was expected, what was given, and the fix."""
 
     def __init__(self, argument: str, expected: str, got: object, fix: str) -> None:
-        super().__init__(f"{argument}: expected {expected}, got {got}. {fix}")
+        # Assigned, because torch.compile cannot trace super().__init__() and would report that instead.
+        self.args = (f"{argument}: expected {expected}, got {got}. {fix}",)
         self.argument = argument
         self.expected = expected
         self.got = got
@@ -43,7 +44,7 @@ class Unsupported(TilewiseError, NotImplementedError):
 
     def __init__(self, summary: str, reasons: Sequence[tuple[str, str]] = ()) -> None:
         trace = "".join(f"\n  {backend}: {reason}" for backend, reason in reasons)
-        super().__init__(summary + trace)
+        self.args = (summary + trace,)
         self.summary = summary
         self.reasons = tuple(reasons)
 

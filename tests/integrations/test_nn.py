@@ -51,6 +51,8 @@ def test_a_fully_masked_row_is_the_projection_of_zero() -> None:
 def test_multihead_rejections() -> None:
     mine, _ = pair_of_layers(batch_first=True)
     x = torch.randn(BATCH, SEQLEN_K, 8)
+    with pytest.raises(tw.InvalidProblem, match="query: expected 2 dimensions, or 3 with a batch"):
+        mine(x[None], x[None], x[None], need_weights=False)
     with pytest.raises(tw.InvalidProblem, match="attn_mask: expected shape"):
         mine(x, x, x, attn_mask=torch.zeros(2, 2), need_weights=False)
     with pytest.raises(tw.InvalidProblem, match="key_padding_mask: expected shape"):

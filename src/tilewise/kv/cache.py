@@ -91,7 +91,7 @@ class PagedKVCache:
         )
         for name, width, most in (("head_dim", head_dim, MAX_HEAD_DIM), ("head_dim_v", width_v, MAX_HEAD_DIM_V)):
             if width > most:
-                raise InvalidProblem(name, f"at most {most}", width, "Split the heads.")
+                raise InvalidProblem(name, f"at most {most}", width, "Attention takes no wider heads.")
         if not isinstance(latent, bool):
             raise InvalidProblem("latent", "True or False", repr(latent), "head_dim_v= says how many columns are V.")
         if latent and width_v >= head_dim:
@@ -493,10 +493,10 @@ class PagedKVCache:
     def _check_rows(self, name: str, new: Any, pages: Tensor, rows: int) -> None:
         expected = (rows, *pages.shape[2:])
         if not isinstance(new, Tensor) or (new.requires_grad and torch.is_grad_enabled()):
-            got = "one that requires a gradient" if isinstance(new, Tensor) else type(new).__name__
-            raise InvalidProblem(
-                name, "a tensor without gradient", got, "Write under torch.no_grad(): pages have none."
-            )
+            got, fix = type(new).__name__, "Convert it with torch.as_tensor."
+            if isinstance(new, Tensor):
+                got, fix = "one that requires a gradient", "Write under torch.no_grad(): pages have none."
+            raise InvalidProblem(name, "a tensor without gradient", got, fix)
         derivatives.refuse_tangents((new,))
         if new.is_nested or new.layout != torch.strided:
             raise InvalidProblem(name, "a dense tensor", "a nested or sparse one", "Pack its rows.")

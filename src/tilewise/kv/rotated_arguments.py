@@ -117,7 +117,7 @@ def _check_views(views: tuple[tuple[Any, ...] | None, ...], norm_eps: float | No
             got = tuple(given[name].shape)
             raise InvalidProblem(name, f"shape {shape}, by q, v and k_pages", got, "See append_rotated.")
     if not (1 <= dim <= MAX_HEAD_DIM and 1 <= dim_v <= MAX_HEAD_DIM):
-        raise InvalidProblem("head_dim", f"1 to {MAX_HEAD_DIM}", (dim, dim_v), "Split the heads.")
+        raise InvalidProblem("head_dim", f"1 to {MAX_HEAD_DIM}", (dim, dim_v), "Attention takes no wider heads.")
     slots, table = given["slots"].shape, given["cos_sin"].shape
     if len(slots) != 1 or slots[0] > total:
         raise InvalidProblem("slots", f"(at most {total},), one per row", tuple(slots), "Cut the padding off.")

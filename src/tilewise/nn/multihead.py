@@ -52,8 +52,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
             return out, weights
+        own = not self._qkv_same_embed_dim
+        _check_inputs(query, key, value, self.embed_dim, self.num_heads, separate=own)
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        matrices = self.in_proj_weight if self._qkv_same_embed_dim else separate
+        matrices = separate if own else self.in_proj_weight
         projected = _projected(query, key, value, matrices, self.in_proj_bias)
         batched = query.dim() == 3
         q, k, v = (_heads(t, self.num_heads, batch_first=self.batch_first) for t in projected)

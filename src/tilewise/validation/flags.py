@@ -69,7 +69,11 @@ RULES: dict[str, Rule] = {
         "None or a finite number > 0",
         "Leave softcap=None to switch it off.",
     ),
-    "scale": Rule(lambda x: x is None or _is_number(x), "None or a finite number", "None means 1 / sqrt(head_dim)."),
+    "scale": Rule(
+        lambda x: x is None or _is_number(x),
+        "None or a finite number",
+        "None means 1 / sqrt(head_dim); for a scale in a tensor, pass q * scale and scale=1.0.",
+    ),
     "dropout": Rule(
         lambda x: _is_number(x) and 0 <= x < 1,
         "a probability in [0, 1)",
@@ -118,9 +122,12 @@ def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> N
             kind = (
                 "a torch.Tensor" + (", a TileMask" if name == "mask" else "") + (" or None" if name in optional else "")
             )
-            fix = "Convert it with torch.as_tensor."
+            fix = "Pass one: it is required." if value is None else "Convert it with torch.as_tensor."
             if name == "mask":
-                fix = "tile_mask takes a function, TileMask.from_block_mask a BlockMask, TileMask.stack several masks."
+                fix = (
+                    "tile_mask takes a function, torch.as_tensor an array, TileMask.from_block_mask a BlockMask, "
+                    "TileMask.stack several masks."
+                )
             raise InvalidProblem(name, kind, type(value).__name__, fix)
         if value.is_nested:
             fix = (

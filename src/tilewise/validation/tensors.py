@@ -88,6 +88,11 @@ DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
 
 # Minimum sizes: a model with zero heads is a mistake, while an empty batch or sequence is legal.
 LEAST: dict[str, int] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "head_dim_v": 1, "page_size": 1}
+# The advice for wider heads: columns of v are independent of one another, those of q and k are not.
+WIDER = {
+    "head_dim": "No backend takes more; torch.nn.functional.scaled_dot_product_attention does.",
+    "head_dim_v": "Attend to parts of v's columns and join the results with torch.cat.",
+}
 # Magnitudes that fp32 holds in full precision, even times log2(e).
 SCALARS = (1e-37, 1e37)
 
@@ -145,6 +150,10 @@ def public_names(kind: Kind) -> dict[str, str]:
 def _rank_fix(name: str, expected: int, got: int) -> str:
     if name in ("q", "k", "v") and (expected, got) == (4, 3):
         return f"A single sequence is {name}[None]; packed ones belong in attention_varlen."
+    if name in ("q", "k", "v") and (expected, got) == (4, 2):
+        return f"A single head of a single sequence is {name}[None, None]."
+    if name in ("q", "k", "v") and (expected, got) == (3, 4):
+        return f"(batch, seqlen, heads, dim) is packed by {name}.flatten(0, 1)."
     return "Reshape it."
 
 
@@ -187,15 +196,14 @@ def _check_sizes(sizes: dict[str, int]) -> None:
             raise InvalidProblem(dim, f"at least {least}", sizes[dim], "Check the shapes of q, k and v.")
     for dim, most in (("head_dim", MAX_HEAD_DIM), ("head_dim_v", MAX_HEAD_DIM_V)):
         if sizes[dim] > most:
-            raise InvalidProblem(dim, f"at most {most}", sizes[dim], "Split the heads.")
+            raise InvalidProblem(dim, f"at most {most}", sizes[dim], WIDER[dim])
     if sizes["num_heads"] % sizes["num_kv_heads"] != 0:
         expected = f"a multiple of num_kv_heads ({sizes['num_kv_heads']})"
-        raise InvalidProblem(
-            "num_heads",
-            expected,
-            sizes["num_heads"],
-            "Each K/V head serves equally many query heads; heads are dimension 1, with layout='bshd' 2.",
-        )
+        where = ", with layout='bshd' 2"
+        if "total_q" in sizes:
+            where = " of q and 2 of pages" if "num_pages" in sizes else ""
+        fix = f"Each K/V head serves equally many query heads; heads are dimension 1{where}."
+        raise InvalidProblem("num_heads", expected, sizes["num_heads"], fix)
 
 
 def _check_dtypes(specs: Specs, public: dict[str, str]) -> None:
@@ -212,7 +220,10 @@ def _check_dtypes(specs: Specs, public: dict[str, str]) -> None:
         if given not in common:
             names = " or ".join(str(d).removeprefix("torch.") for d in common)
             expected = f"dtype {names}" if operand == "q" else f"dtype {common[0]} as q has"
-            raise InvalidProblem(public.get(operand, operand), expected, given, _dtype_fix(given))
+            fix = _dtype_fix(given)
+            if operand == "k" and "block_table" in specs and given in FLOATS:
+                fix = "Convert q to the dtype of the pages."
+            raise InvalidProblem(public.get(operand, operand), expected, given, fix)
         common = (given,)
 
 
@@ -245,6 +256,8 @@ def _dtype_fix(given: torch.dtype) -> str:
         return "FP8 data comes with its scales, in a tilewise.fp8.Fp8Tensor."
     if given == torch.int8:
         return "Only pages of k and v are int8, with their scales: see tilewise.fp8.quantize_pages."
+    if given not in FLOATS:
+        return "Convert q, k and v to float16, bfloat16 or float32."
     return "Convert q, k and v to one dtype (torch.autocast does it for you)."
 
 
@@ -306,6 +319,8 @@ def _check_broadcast(specs: Specs, scores: tuple[int, int, int, int]) -> None:
             fix = "Use size 1 along the dimensions it does not vary over."
             if tuple(shape) == (scores[0], scores[3]):
                 fix = f"A {name} of (batch, seqlen_k) is {name}[:, None, None, :]."
+            elif len(shape) == 3 and shape[0] == scores[0]:
+                fix = f"A {name} of (batch, seqlen_q, seqlen_k) is {name}[:, None]."
             raise InvalidProblem(name, expected, tuple(shape), fix)
 
 

@@ -161,7 +161,10 @@ def _flags(mask: Any, causal: bool, sliding_window: int | None, queries: int, ke
 def _require_length(rows: int, columns: int, queries: int, keys: int) -> None:
     """A mask that is shorter or longer than what it masks was made for something else."""
     if columns != keys or rows not in (1, queries):
-        fix = 'This model changes its queries or keys after it made the mask: use attn_implementation="eager".'
+        fix = (
+            "Pass one for all keys. If it is, this model changes its queries or keys after it made the mask: "
+            'use attn_implementation="eager".'
+        )
         expected = f"a mask for {queries} queries and {keys} keys"
         raise InvalidProblem("attention_mask", expected, f"one for {rows} and {columns}", fix)
 
