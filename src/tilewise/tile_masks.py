@@ -678,7 +678,7 @@ def _vmapped(fn: Callable[..., Any]) -> Pairs:
 
 
 class _Likeness(TorchFunctionMode):
-    """Tensors that take only dtype and device of an index do not depend on it: torch's and_masks starts with such."""
+    """Within it, a tensor made like an index, as `b.new_ones(())` of torch's and_masks, does not depend on it."""
 
     MAKERS = (
         Tensor.new_ones, Tensor.new_zeros, Tensor.new_full, torch.ones_like, torch.zeros_like, torch.full_like,

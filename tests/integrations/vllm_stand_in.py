@@ -211,6 +211,7 @@ def installed() -> Iterator[Registered]:
     def named(*parts: Any) -> dict[str, Any]:
         return {part.__name__: part for part in parts}
 
+    of_latents = [part for name, part in globals().items() if name.startswith("MLACommon")]
     modules = {
         "vllm.v1.attention.backend": named(
             AttentionType,
@@ -221,14 +222,7 @@ def installed() -> Iterator[Registered]:
             AttentionImpl,
             CommonAttentionMetadata,
         ),
-        "vllm.model_executor.layers.attention.mla_attention": named(
-            MLACommonBackend,
-            MLACommonDecodeMetadata,
-            MLACommonImpl,
-            MLACommonMetadata,
-            MLACommonMetadataBuilder,
-            QueryLenSupport,
-        ),
+        "vllm.model_executor.layers.attention.mla_attention": named(QueryLenSupport, *of_latents),
         "vllm.v1.kv_cache_interface": named(FullAttentionSpec, KVQuantMode),
         "vllm.v1.attention.backends.registry": named(AttentionBackendEnum, registered.register_backend),
     }

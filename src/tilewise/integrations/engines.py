@@ -85,10 +85,11 @@ class Batch:
     def add_spans(
         self, spans: Mapping[int, Sequence[tuple[int, int]]], starts: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """Let the tokens first .. last of each span of a sequence, an image, see each other in both directions.
+        """Let the tokens of each span, from its first to its last, see each other in both directions: an image.
 
-        `starts` and `lengths` are cu_seqlens_q and seqlens_k in host memory. Spans without a query of this step change
-        nothing. Sequences with others are attended in a call of their own, with a mask.
+        `spans` are those of each sequence, by its number; `starts` and `lengths` are cu_seqlens_q and seqlens_k in host
+        memory. A span changes nothing unless one of the step's queries is in it. Sequences with such spans are attended
+        in a call of their own, with a mask.
         """
         assert self.page_size
         assert self.causal
@@ -118,7 +119,7 @@ class Batch:
         )
         rest = None
         if len(rows) < self.num_tokens:
-            # Without keys their rows are 0 until the other call writes them.
+            # The call for the rest gives sequences without keys zeros, which the call for spans overwrites.
             rest = replace(self, seqlens_k=self.seqlens_k.index_fill(0, index, 0))
         self.spans = Spans(rows, part, rest, padded)
 
@@ -147,7 +148,7 @@ class Spans:
             position = (position + before[:, None])[:, None, :, None]
             first, last = ranges.unbind(-1)
             inside = (first <= position) & (position <= last)
-            # What a query sees is one interval, because all that it sees meets at its own position.
+            # A query sees one interval: its window and its spans all contain its own position.
             starts = torch.zeros_like(position) if left is None else (position - left).clamp_min(0)
             if not is_clamped:
                 starts = torch.minimum(starts, torch.where(inside, first, position).amin(-1, keepdim=True))
@@ -355,7 +356,7 @@ class Layer:
     def _attend_spans(
         self, q: Tensor, kv_cache: Cache, spans: Spans, out: Tensor, *scales: Tensor, is_clamped: bool
     ) -> None:
-        """Sequences with spans, and the others before them."""
+        """Attend to sequences without spans first, then, with a mask, to those with spans."""
         if spans.rest is not None:
             self.attend(q, kv_cache, spans.rest, out, *scales)
         window = self._windows[True]

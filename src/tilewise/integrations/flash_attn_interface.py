@@ -356,9 +356,8 @@ def _flash_attn_forward(
     """
     del scheduler_metadata, num_splits, pack_gqa, sm_margin
     if qv is not None and softmax_scale is None:
-        softmax_scale = (
-            q.shape[-1] ** -0.5
-        )  # FA3's default here takes no account of qv, that of its public functions does
+        # FA3's default here takes no account of qv; that of its public functions does.
+        softmax_scale = q.shape[-1] ** -0.5
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     flags: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "qv": qv, "softcap": softcap, **descales}
     flags |= {"window_size": (window_size_left, window_size_right), "attention_chunk": attention_chunk}

@@ -63,7 +63,9 @@ def refuse_batch(common: Any, *, takes_spans: bool = False) -> None:
     if isinstance(common.causal, torch.Tensor):
         raise Unsupported("a step in which some requests are causal and others are not: tilewise takes one of them")
     if spans_of(common) and not (takes_spans and common.causal):
-        raise Unsupported("spans of image tokens that see each other (PrefixLM): tilewise takes them in causal layers")
+        raise Unsupported(
+            "image tokens that see each other (PrefixLM): tilewise takes them in causal layers, not in latent attention"
+        )
     if getattr(common, "rswa_prefix_lens", None) is not None:
         raise Unsupported("reference sliding windows (R-SWA), whose prefix stays visible past the window")
     if getattr(common, "dcp_local_seq_lens", None) is not None:
