@@ -16,7 +16,7 @@ from tilewise.testing.invariance import Sequences, check_invariant
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["dense", "varlen", "paged", "decode"])
+@pytest.mark.parametrize("kind", ["dense", "varlen", "paged", "decode", "mixed"])
 def test_random_batches(kind: str, dtype: torch.dtype) -> None:
     flags: dict[str, Any] = {"causal": True} if kind != "decode" else {}
     check_invariant(Sequences(kind, dtype, lengths=(1, 700, 33, 1500, 5000, 64), page_size=16), rounds=6, **flags)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewise.backends.gpu.counters import Counters, counters_of
+
 HERE = Path(__file__).parent
 
 
@@ -30,11 +32,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_memory() -> Iterator[None]:
-    """The same random numbers for every test, and nothing left of it in torch's cache."""
+    """The same random numbers for every test, and nothing left of it: in torch's cache, or in a counter, from which the
+    next launch would count on and leave out tiles.
+    """
     torch.manual_seed(0)
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        counters = counters_of(torch.cuda.current_device())
+        if isinstance(counters, Counters) and counters.pool is not None:
+            left = counters.pool.nonzero().flatten()
+            values = counters.pool[left].tolist()
+            counters.pool[left] = 0
+            assert values == [], f"counters {left[:8].tolist()} hold {values[:8]}"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,9 @@ MOST_QUERIES = 96
 
 
 class Sequences(NamedTuple):
-    """Sequences of some numbers of keys. `kind` is a kind of problem, or "decode" for one query a sequence in pages."""
+    """Sequences of some numbers of keys. `kind` is a kind of problem; in pages also "decode" for one query a sequence,
+    or "mixed" for one query in every second sequence.
+    """
 
     kind: str
     dtype: torch.dtype
@@ -52,7 +54,8 @@ def check_invariant(sequences: Sequences, rounds: int, *, planted: bool = False,
 def _drawn(sequences: Sequences, number: int) -> _Sequence:
     generator = torch.Generator().manual_seed(number)
     keys = sequences.lengths[-1 if sequences.kind == "dense" else number]
-    queries = 1 if sequences.kind == "decode" else min(keys, MOST_QUERIES)
+    decodes = sequences.kind == "decode" or (sequences.kind == "mixed" and number % 2 == 0)
+    queries = 1 if decodes else min(keys, MOST_QUERIES)
 
     def rows(count: int, heads: int) -> Tensor:
         made = torch.randn(count, heads, sequences.head_dim, generator=generator)
@@ -82,7 +85,7 @@ def _attend(
         out, lse = api.attention_varlen(q, k, v, *totals, max_seqlen_q=MOST_QUERIES, max_seqlen_k=longest, **given)
     else:
         k, v, table, lengths = _paged(sequences, chosen, longest)
-        if sequences.kind == "paged":
+        if sequences.kind != "decode":
             given |= {"cu_seqlens_q": _totals(queries, q), "max_seqlen_q": MOST_QUERIES}
         out, lse = api.attention_paged(q, k, v, table, lengths, **given)
     return list(zip(out.split(queries), lse.split(queries, 1), strict=True))

@@ -367,7 +367,7 @@ def clear_unused_rows(totals: Tensor | None, out: Tensor, lse: Tensor | None) ->
 
 
 class Call(NamedTuple):
-    """A forward pass without its tensors."""
+    """A forward pass, or the part of it for some sequences, without its tensors."""
 
     program: str
     values: Values
@@ -380,7 +380,7 @@ class Call(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def prepared(
     problem: AttentionProblem, kind: str, available: int, q_lengths: bytes, k_lengths: bytes, *strides: Strides
-) -> Call:
+) -> tuple[Call, ...]:
     """How a problem with sequences of these lengths (int64; none if dense) runs on up to `available` threads.
 
     Cached, which saves small calls and the layers of a model host time.
@@ -389,13 +389,16 @@ def prepared(
         q, k = schedule.dense_lengths(problem)
     else:
         q, k = (np.frombuffer(given, np.int64) for given in (q_lengths, k_lengths))
-    expected = expected_microseconds(problem, q, k)
-    count = useful_threads(expected, available)
-    plan = schedule.forward_schedule(problem, q, k, count)
-    offsets, size = forward_workspace(problem, plan.block_m)
-    values = template(problem, kind, *strides)[:]
-    put(values, offsets)
-    return Call(forward_program(problem), values, plan, size, count, expected >= LONG_MICROSECONDS)
+    calls = []
+    for part, rows in schedule.divided(problem, q):
+        expected = expected_microseconds(part, rows, k)
+        count = useful_threads(expected, available)
+        plan = schedule.forward_schedule(part, rows, k, count)
+        offsets, size = forward_workspace(part, plan.block_m)
+        values = template(part, kind, *strides)[:]
+        put(values, offsets)
+        calls.append(Call(forward_program(part), values, plan, size, count, expected >= LONG_MICROSECONDS))
+    return tuple(calls)
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -428,7 +431,7 @@ def forward_into(problem: AttentionProblem, operands: Operands, rows: Tensor | N
     _run_forward(problem, operands, out, lse, merging)
 
 
-def prepared_for(problem: AttentionProblem, operands: Operands, out: Tensor, available: int) -> Call:
+def prepared_for(problem: AttentionProblem, operands: Operands, out: Tensor, available: int) -> tuple[Call, ...]:
     """`prepared` for these tensors."""
     given = (b"", b"")
     if problem.kind != "dense":
@@ -439,12 +442,12 @@ def prepared_for(problem: AttentionProblem, operands: Operands, out: Tensor, ava
 
 
 def _run_forward(problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, more: Block) -> None:
-    call = prepared_for(problem, operands, out, threads.num_threads())
     keep: list[Tensor] = []
-    values = call.values[:]
-    put_operands(values, problem, operands, out, lse, keep)
-    put(values, more)
-    run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
+    for call in prepared_for(problem, operands, out, threads.num_threads()):
+        values = call.values[:]
+        put_operands(values, problem, operands, out, lse, keep)
+        put(values, more)
+        run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
 
 
 # Operands of which only the address changes between calls of one signature, and the slot of that address.
@@ -467,7 +470,7 @@ class Repeated:
         self._positions = [ADDRESSED[name] for name in present]
         self._problem, self._lse_shape = problem, problem.lse_shape
         self.made = ("lse",) if want_lse else ()
-        self._last: tuple[tuple[int, bytes, bytes], Call] | None = None
+        self._last: tuple[tuple[int, bytes, bytes], list[Call]] | None = None
 
     def __call__(self, tensors: Sequence[Any], places: tuple[int, ...] | None = None) -> list[Tensor]:
         """See tilewise.backends.base.Bound."""
@@ -478,24 +481,27 @@ class Repeated:
         key = threads.num_threads(), starts, seqlens_k.numpy().tobytes()
         last = self._last
         if last is None or last[0] != key:
-            self._last = last = key, self._call(Operands(*tensors), key[0])
-        call, lse = last[1], torch.empty(self._lse_shape, dtype=torch.float32, device="cpu")
+            self._last = last = key, self._calls(Operands(*tensors), key[0])
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device="cpu")
         if totals is not None:
             clear_unused_rows(totals, tensors[OUT], lse)
-        values = call.values[:]
-        for position, place in zip(self._positions, places, strict=True):
-            values[position] = place
-        values[f.LSE] = lse.data_ptr()
-        run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
+        for call in last[1]:
+            values = call.values[:]
+            for position, place in zip(self._positions, places, strict=True):
+                values[position] = place
+            values[f.LSE] = lse.data_ptr()
+            run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
         return [lse] if self.made else []
 
-    def _call(self, operands: Operands, available: int) -> Call:
-        """The call with all fields but addresses, which are those of these operands."""
+    def _calls(self, operands: Operands, available: int) -> list[Call]:
+        """The calls with all fields but addresses, which are those of these operands."""
         assert operands.out is not None
-        call = prepared_for(self._problem, operands, operands.out, available)
-        values = call.values[:]
-        put_operands(values, self._problem, operands, operands.out, operands.out, [])
-        return call._replace(values=values)
+        calls = []
+        for call in prepared_for(self._problem, operands, operands.out, available):
+            values = call.values[:]
+            put_operands(values, self._problem, operands, operands.out, operands.out, [])
+            calls.append(call._replace(values=values))
+        return calls
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) -> Repeated | None:

@@ -7,6 +7,7 @@ are short. Measurements behind the constants are in bench/results/cpu-choices.cs
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +60,18 @@ def kv_item(problem: AttentionProblem) -> int:
 def decodes(problem: AttentionProblem) -> bool:
     """Whether a problem takes the decode path."""
     return problem.seqlen_q * problem.group_size <= DECODE_ROWS and problem.tiles_shape is None
+
+
+def divided(problem: AttentionProblem, q_lengths: Lengths) -> list[tuple[AttentionProblem, Lengths]]:
+    """The problem of sequences with many query rows and that of the others, if there are any, with the lengths of its
+    own sequences and 0 for others. What a sequence takes depends on its own length: decoding beside prompts stays fast.
+    """
+    if problem.kind == "dense" or problem.tiles_shape is not None:
+        return [(problem, q_lengths)]
+    few = q_lengths * problem.group_size <= DECODE_ROWS
+    long, short = np.where(few, 0, q_lengths), np.where(few, q_lengths, 0)
+    found = [(problem, long)] if long.any() else []
+    return [*found, (replace(problem, seqlen_q=int(short.max())), short)] if short.any() else found
 
 
 def shares_panels(problem: AttentionProblem) -> bool:
