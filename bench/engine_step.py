@@ -45,17 +45,25 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` sequences of `seqlen_k` keys, of which the last `seqlen_q` are this step's."""
+    """`batch` sequences of `seqlen_k` keys, of which the last `seqlen_q` are this step's; of the first `decodes`
+    sequences, the last one is.
+    """
 
     name: str
     batch: int
     seqlen_q: int
     seqlen_k: int
+    decodes: int = 0
+
+    @property
+    def counts(self) -> list[int]:
+        """Query rows of each sequence."""
+        return [1] * self.decodes + [self.seqlen_q] * (self.batch - self.decodes)
 
     @property
     def rows(self) -> int:
         """Query rows of the step."""
-        return self.batch * self.seqlen_q
+        return sum(self.counts)
 
 
 CASES = (
@@ -65,6 +73,8 @@ CASES = (
     Case("verify 4 drafts", 16, 5, 8192),
     Case("prefill", 1, 8192, 8192),
     Case("chunk of a prefill", 1, 2048, 8192),
+    Case("decode beside a chunk", 17, 2048, 8192, 16),
+    Case("decode beside a chunk", 65, 512, 2048, 64),
 )
 # Sequences of different lengths, for what a step costs the host.
 SMALL = Case("host", 16, 1, 512)
@@ -88,7 +98,8 @@ class Step:
         self.pages, self.blocks, self.device = pages, blocks, device
         self.table = torch.zeros(case.batch, pages, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(case.batch, dtype=torch.int32, device=device)
-        self.totals = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.seqlen_q
+        self.starts = torch.tensor([0, *case.counts]).cumsum(0).int()
+        self.totals = self.starts.to(device)
         self.slots = torch.zeros(case.rows, dtype=torch.int64, device=device)
         self.plan(0)
 
@@ -102,14 +113,19 @@ class Step:
             shorter = torch.arange(case.batch) * 37 % (case.seqlen_k - case.seqlen_q)
         lengths = case.seqlen_k - shorter
         self.lengths.copy_(lengths.int())
-        places = (lengths - case.seqlen_q)[:, None] + torch.arange(case.seqlen_q)
-        pages = self.table.cpu().long().gather(1, places // BLOCK)
-        self.slots.copy_((pages * BLOCK + places % BLOCK).flatten())
+        pairs = zip(lengths.tolist(), case.counts, strict=True)
+        places = torch.cat([torch.arange(length - count, length) for length, count in pairs])
+        owners = torch.arange(case.batch).repeat_interleave(torch.tensor(case.counts))
+        pages = self.table.cpu().long()[owners, places // BLOCK]
+        self.slots.copy_(pages * BLOCK + places % BLOCK)
 
     def batch(self) -> Batch:
         """What the builder makes of it."""
         case = self.case
-        return Batch(case.rows, self.totals, case.seqlen_q, self.lengths, self.table, self.slots, True, BLOCK)
+        batch = Batch(case.rows, self.totals, case.seqlen_q, self.lengths, self.table, self.slots, True, BLOCK)
+        if case.decodes:
+            batch.part_decodes(self.starts)
+        return batch
 
 
 class Tilewise:
@@ -209,6 +225,7 @@ def measure(case: Case, layers: int, heads_first: bool) -> dict[str, Any]:
     theirs = Fa3(step) if "FA3_LIBRARY" in os.environ else None
     got = ours.attend().clone()
     row: dict[str, Any] = {"case": case.name, "batch": case.batch, "seqlen_q": case.seqlen_q, "keys": case.seqlen_k}
+    row["decodes"] = case.decodes
     row["order"] = "heads first" if heads_first else "tokens first"
     if theirs is not None:
         row["largest difference"] = float((theirs.attend() - got).abs().max())

@@ -38,6 +38,8 @@ Pages = Tensor | Fp8Tensor
 Cache = Tensor | tuple[Tensor, Tensor]
 # Cells of an int8 cache are multiples of this, so that kernels load 16 bytes at a time.
 CELL_BYTES, SCALE_BYTES = 16, 4
+# With fewer sequences that decode, a second call takes longer than they do beside prompts.
+FEWEST_DECODES = 4
 
 
 @dataclass
@@ -54,6 +56,7 @@ class Batch:
     shared_prefix sequences that start with the same pages, if any are known
     spans         sequences in which some tokens see each other in both directions, if there are any
     is_decode     every sequence has one query (padding included), so cu_seqlens_q is not needed
+    parts         batches of some of the sequences each, in order, that are attended one by one instead
     """
 
     num_tokens: int
@@ -67,6 +70,7 @@ class Batch:
     shared_prefix: SharedPrefix | None = None
     spans: Spans | None = None
     is_decode: bool = False
+    parts: tuple[Batch, ...] = ()
 
     def __post_init__(self) -> None:
         self.is_decode = self.max_seqlen_q == 1 and self.num_tokens == len(self.seqlens_k)
@@ -81,6 +85,24 @@ class Batch:
             counts = self.cu_seqlens_q.diff().numpy()
             before = self.seqlens_k.numpy() - counts
             self.shared_prefix = shared_prefix_of(table.numpy(), before, counts, self.page_size)
+
+    def part_decodes(self, starts: Tensor) -> None:
+        """Attend to sequences with one query, if they come first, in a call of their own: a GPU's kernel for prompts
+        would read their keys for each query head. `starts` is cu_seqlens_q in host memory.
+        """
+        others = (starts.diff() != 1).nonzero()
+        count = int(others[0]) if len(others) else 0
+        if count < FEWEST_DECODES:
+            return
+        decodes = replace(
+            self, num_tokens=count, cu_seqlens_q=self.cu_seqlens_q[: count + 1], max_seqlen_q=1,
+            seqlens_k=self.seqlens_k[:count], block_table=self.block_table[:count],
+        )  # fmt: skip
+        prompts = replace(
+            self, num_tokens=self.num_tokens - count, cu_seqlens_q=self.cu_seqlens_q[count:] - count,
+            seqlens_k=self.seqlens_k[count:], block_table=self.block_table[count:],
+        )  # fmt: skip
+        self.parts = (decodes, prompts)
 
     def add_spans(
         self, spans: Mapping[int, Sequence[tuple[int, int]]], starts: Sequence[int], lengths: Sequence[int]
@@ -328,6 +350,13 @@ class Layer:
         """
         if batch.spans is not None and self.role == "decoder":
             self._attend_spans(q, kv_cache, batch.spans, out, *scales, is_clamped=clamps_spans)
+            return
+        first = 0
+        for part in batch.parts:
+            rows = slice(first, first + part.num_tokens)
+            self.attend(q[rows], kv_cache, part, out[rows], *scales)
+            first += part.num_tokens
+        if batch.parts:
             return
         pages = self._of(kv_cache, *scales)
         k, v = pages.attended

@@ -154,6 +154,8 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
 
     # Steps whose requests have equally many queries: decoding, and the verification of drafts.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    # Requests with at most so many queries come first.
+    reorder_batch_threshold = 1
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -196,6 +198,9 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
             batch.add_spans(spans, common.query_start_loc_cpu.tolist(), lengths.tolist())
         if batch.spans is None and self._shares and not fast_build:
             batch.share_prefixes()
+        # The CPU's kernels tell sequences apart by themselves.
+        if batch.spans is None and self.device.type != "cpu" and common.max_query_len > 1:
+            batch.part_decodes(common.query_start_loc_cpu)
         return batch
 
 
