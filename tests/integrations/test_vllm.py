@@ -166,18 +166,17 @@ def test_prefill_chunks_decoding_and_mixed_steps(classes: Any, dtype: torch.dtyp
     engine.check()
 
 
-def test_decoding_beside_prompts_has_a_call_of_its_own_on_a_gpu(classes: Any) -> None:
+@pytest.mark.parametrize("most", [1, 3])
+def test_decoding_beside_prompts_has_a_call_of_its_own_on_a_gpu(classes: Any, most: int) -> None:
     engine = Engine(classes)
     requests = [engine.add() for _ in range(7)]
     engine.step(requests[:5], [40, 3, 17, 90, 16])
-    engine.builder.device = torch.device("cuda")
-    assert engine.builder.reorder_batch_threshold == 1
-    for counts in ([1, 1, 1, 1, 1, 33, 1], [1, 1, 1, 1, 5, 1, 1], [1] * 7, [1, 2, 1, 1, 1, 1, 1], [2] * 7):
+    engine.builder.device, engine.builder.reorder_batch_threshold = torch.device("cuda"), most
+    for counts in ([1, 1, 1, 1, 1, 33, 1], [1, 1, 1, 1, 5, 1, 1], [1] * 7, [1, 3, 1, 2, 1, 9, 1], [4] * 7):
         torch.testing.assert_close(engine.step(requests, counts).double(), engine.expected(), atol=2e-5, rtol=2e-5)
-        first = next((n for n, count in enumerate(counts) if count != 1), 0)
-        parts = [len(part.seqlens_k) for part in engine.batch.parts]
-        assert parts == ([first, 7 - first] if first >= 4 else [])
-        assert not parts or engine.batch.parts[0].is_decode
+        first = next((n for n, count in enumerate(counts) if count > most), 0)
+        parts = [(len(part.seqlens_k), part.is_decode) for part in engine.batch.parts]
+        assert parts == ([(first, max(counts[:first]) == 1), (7 - first, False)] if first >= 4 else [])
 
 
 @pytest.mark.parametrize(

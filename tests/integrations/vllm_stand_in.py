@@ -68,6 +68,10 @@ class AttentionMetadataBuilder(Generic[Metadata]):
         self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
         self.vllm_config, self.device = vllm_config, device
 
+    def _init_reorder_batch_threshold(self, threshold: int, supports_spec_as_decode: bool = False) -> None:
+        drafts = getattr(self.vllm_config, "num_speculative_tokens", 0) if supports_spec_as_decode else 0
+        self.reorder_batch_threshold = max(threshold, 1 + drafts)
+
 
 class AttentionImpl(Generic[Metadata]):
     pass

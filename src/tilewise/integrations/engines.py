@@ -86,20 +86,23 @@ class Batch:
             before = self.seqlens_k.numpy() - counts
             self.shared_prefix = shared_prefix_of(table.numpy(), before, counts, self.page_size)
 
-    def part_decodes(self, starts: Tensor) -> None:
-        """Attend to sequences with one query, if they come first, in a call of their own: a GPU's kernel for prompts
-        would read their keys for each query head. `starts` is cu_seqlens_q in host memory.
+    def part_decodes(self, starts: Tensor, most: int = 1) -> None:
+        """Attend to sequences with at most so many queries, if they come first, in a call of their own: a GPU's kernel
+        for prompts would read their keys for each query head. `starts` is cu_seqlens_q in host memory.
         """
-        others = (starts.diff() != 1).nonzero()
+        counts = starts.diff()
+        others = (counts > most).nonzero()
         count = int(others[0]) if len(others) else 0
         if count < FEWEST_DECODES:
             return
+        tokens = int(starts[count])
         decodes = replace(
-            self, num_tokens=count, cu_seqlens_q=self.cu_seqlens_q[: count + 1], max_seqlen_q=1,
-            seqlens_k=self.seqlens_k[:count], block_table=self.block_table[:count],
+            self, num_tokens=tokens, cu_seqlens_q=self.cu_seqlens_q[: count + 1],
+            max_seqlen_q=int(counts[:count].max()), seqlens_k=self.seqlens_k[:count],
+            block_table=self.block_table[:count],
         )  # fmt: skip
         prompts = replace(
-            self, num_tokens=self.num_tokens - count, cu_seqlens_q=self.cu_seqlens_q[count:] - count,
+            self, num_tokens=self.num_tokens - tokens, cu_seqlens_q=self.cu_seqlens_q[count:] - tokens,
             seqlens_k=self.seqlens_k[count:], block_table=self.block_table[count:],
         )  # fmt: skip
         self.parts = (decodes, prompts)

@@ -154,8 +154,6 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
 
     # Steps whose requests have equally many queries: decoding, and the verification of drafts.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    # Requests with at most so many queries come first.
-    reorder_batch_threshold = 1
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -170,6 +168,8 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         refusals.refuse_cache(device, vllm_config.kv_transfer_config)
+        # Requests that decode, or verify drafts, come first in a batch.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self._page_size: int = kv_cache_spec.block_size
         # Other kinds of cache name a page that nobody reads where they keep none, or hold keys that no two share.
         self._shares = type(kv_cache_spec) is FullAttentionSpec
@@ -199,8 +199,8 @@ class TilewiseBuilder(AttentionMetadataBuilder[Batch]):  # type: ignore[misc]
         if batch.spans is None and self._shares and not fast_build:
             batch.share_prefixes()
         # The CPU's kernels tell sequences apart by themselves.
-        if batch.spans is None and self.device.type != "cpu" and common.max_query_len > 1:
-            batch.part_decodes(common.query_start_loc_cpu)
+        if batch.spans is None and self.device.type != "cpu" and common.max_query_len > self.reorder_batch_threshold:
+            batch.part_decodes(common.query_start_loc_cpu, self.reorder_batch_threshold)
         return batch
 
 
