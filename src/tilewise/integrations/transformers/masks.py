@@ -202,7 +202,10 @@ def attention_mask_function(
     elif pieces is not None:
         keys = _existing_keys(q_length, kv_length, q_offset, kv_offset, is_traced)
         if keys is not None and ("causal" in pieces or keys == kv_length):
-            structure = Structure(shape, keys, _padding(attention_mask, kv_offset, keys, is_traced), **pieces)
+            keep = _padding(attention_mask, kv_offset, keys, is_traced)
+            # Packed calls have no mask of padding, and a query for every key.
+            if "sequences" not in pieces or (keep is None and q_length == kv_length):
+                structure = Structure(shape, keys, keep, **pieces)
     make = functools.partial(_written, seen, dtype)
     if (
         structure is None
@@ -304,7 +307,9 @@ def _leaf(mask_function: MaskFunction) -> dict[str, Any] | None:
     code = getattr(mask_function, "__code__", None)
     if code is _codes()["sequences"]:
         sequences = _captured(mask_function, "packed_sequence_mask")
-        return None if sequences is None else {"sequences": sequences}
+        # Numbers that only grow: tokens of one number are neighbours, as in a packed call.
+        is_packed = sequences is not None and bool((sequences[:, 1:] >= sequences[:, :-1]).all())
+        return {"sequences": sequences} if is_packed else None
     size = _captured(mask_function, "sliding_window")
     if code is _codes()["window"] and size is not None:
         return {"window": (size - 1, None)}
