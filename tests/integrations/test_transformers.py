@@ -312,11 +312,13 @@ def test_masks_that_no_flag_describes(queries: int) -> None:
     q = torch.randn(2, 4, queries, 16, generator=draw)
     k, v = (torch.randn(2, 2, 300, 16, generator=draw) for _ in range(2))
     for function, hidden in [*((function, padding) for function in functions), (functions[-1], None)]:
-        sizes: dict[str, Any] = {"batch_size": 2, "q_length": queries, "kv_length": 300, "q_offset": 300 - queries}
+        counter = torch.tensor(300 - queries)  # of a static cache
+        sizes: dict[str, Any] = {"batch_size": 2, "q_length": queries, "kv_length": 300, "q_offset": counter}
         mask: Any = masks.attention_mask_function(**sizes, mask_function=function, attention_mask=hidden)
         matrix = masking_utils.sdpa_mask(
             **sizes, mask_function=function, attention_mask=hidden, allow_is_causal_skip=False
         )
+        counter += queries
         structure = mask.content
         assert isinstance(structure.mask, tw.TileMask) == (queries == 300)
         assert structure.mask is structure.mask

@@ -186,6 +186,9 @@ def attention_mask_function(
         return attention_mask  # made by an outer model while it is traced
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
     is_traced = tracing(attention_mask)
+    if isinstance(q_offset, Tensor):
+        # The matrix may be made after the cache has counted the new tokens, which it does in place.
+        q_offset = q_offset.clone()
     pieces = _pieces(mask_function, is_traced)
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     places = {"q_offset": q_offset, "kv_offset": kv_offset, "device": device}
