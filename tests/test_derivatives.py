@@ -326,6 +326,13 @@ def forward_twice(q: Tensor) -> object:
     return torch.func.jacfwd(torch.func.jacfwd(lambda q: tw.attention(q, q, q).sum()))(q)
 
 
+def forward_over_vmap(q: Tensor) -> object:
+    def attend(q: Tensor) -> Tensor:
+        return tw.attention(q, q, q)
+
+    return torch.func.jvp(torch.vmap(attend), (q[None],), (q[None],))
+
+
 @pytest.mark.parametrize(
     ("ask", "reason"),
     [
@@ -333,6 +340,7 @@ def forward_twice(q: Tensor) -> object:
         (third_recorded, "third derivatives"),
         (lambda q: torch.autograd.functional.hvp(lambda q: tw.attention(q, q, q).sin().sum(), q, q), "hvp.*take vhp"),
         (forward_twice, r"jvp of jvp.*take jvp of grad"),
+        (forward_over_vmap, r"jvp of vmap.*take vmap of jvp"),
         (
             lambda q: torch.func.jvp(
                 lambda s: tw.attention(q, q, q, alibi_slopes=s), (torch.ones(2),), (torch.ones(2),)

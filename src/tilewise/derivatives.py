@@ -74,7 +74,7 @@ def is_dual(tensors: Sequence[Tensor | None]) -> bool:
     if forward_ad._current_level < 0:  # noqa: SLF001
         return False
     for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+        if tensor is not None and _unpacked(tensor)[1] is not None:
             return True
     if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():  # noqa: SLF001
         raise Unsupported(
@@ -84,9 +84,21 @@ def is_dual(tensors: Sequence[Tensor | None]) -> bool:
     return False
 
 
+def _unpacked(tensor: Tensor) -> Any:
+    """(primal, tangent) of a tensor."""
+    try:
+        return forward_ad.unpack_dual(tensor)
+    except RuntimeError as error:
+        if "_unpack_dual" not in str(error):
+            raise
+        # torch has no rule for it under a vmap that is inside of the jvp.
+        what = "forward-mode derivatives of vmapped attention (jvp of vmap) are not computed; take vmap of jvp instead"
+        raise Unsupported(what) from error
+
+
 def split_dual(tensors: Sequence[Tensor | None]) -> tuple[Sources, Sources]:
     """Primals and tangents. A tangent that torch knows to be zero becomes None."""
-    pairs = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in tensors]
+    pairs = [(None, None) if t is None else _unpacked(t) for t in tensors]
     if torch.compiler.is_compiling():
         return tuple([primal for primal, _ in pairs]), tuple([tangent for _, tangent in pairs])
     tangents = [None if t is None or t._is_zerotensor() else t for _, t in pairs]  # noqa: SLF001

@@ -285,8 +285,8 @@ def call(**arguments: Any) -> Tensor:
 
 @pytest.mark.parametrize("queries", [300, 200])
 def test_masks_that_no_flag_describes(queries: int) -> None:
-    """Chunks, image blocks inside causal text, a prefix, documents with images, with padding: tile masks of many
-    queries, made once for all layers, a matrix of few.
+    """Chunks, image blocks inside causal text, a prefix, documents, also in several parts and with images, with
+    padding: tile masks of many queries, made once for all layers, a matrix of few.
     """
     blocks = torch.where(torch.arange(300) % 100 < 40, torch.arange(300) // 100, -1).repeat(2, 1)
 
@@ -303,18 +303,22 @@ def test_masks_that_no_flag_describes(queries: int) -> None:
         images,
         masking_utils.or_masks(masking_utils.causal_mask_function, prefix),
         masking_utils.and_masks(images, documents),
+        masking_utils.and_masks(masking_utils.causal_mask_function, documents),
+        masking_utils.packed_sequence_mask_function((torch.arange(300) // 40 % 3).repeat(2, 1)),
     )
     padding = torch.ones(2, 300, dtype=torch.bool)
     padding[1, :30] = False
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, queries, 16, generator=draw)
     k, v = (torch.randn(2, 2, 300, 16, generator=draw) for _ in range(2))
-    for function in functions:
-        sizes: dict[str, Any] = {"batch_size": 2, "q_length": queries, "kv_length": 300, "q_offset": 300 - queries}
-        mask: Any = masks.attention_mask_function(**sizes, mask_function=function, attention_mask=padding)
+    for function, hidden in [*((function, padding) for function in functions), (functions[-1], None)]:
+        counter = torch.tensor(300 - queries)  # of a static cache
+        sizes: dict[str, Any] = {"batch_size": 2, "q_length": queries, "kv_length": 300, "q_offset": counter}
+        mask: Any = masks.attention_mask_function(**sizes, mask_function=function, attention_mask=hidden)
         matrix = masking_utils.sdpa_mask(
-            **sizes, mask_function=function, attention_mask=padding, allow_is_causal_skip=False
+            **sizes, mask_function=function, attention_mask=hidden, allow_is_causal_skip=False
         )
+        counter += queries
         structure = mask.content
         assert isinstance(structure.mask, tw.TileMask) == (queries == 300)
         assert structure.mask is structure.mask

@@ -186,6 +186,9 @@ def attention_mask_function(
         return attention_mask  # made by an outer model while it is traced
     mask_function = masking_utils.causal_mask_function if mask_function is None else mask_function
     is_traced = tracing(attention_mask)
+    if isinstance(q_offset, Tensor):
+        # The matrix may be made after the cache has counted the new tokens, which it does in place.
+        q_offset = q_offset.clone()
     pieces = _pieces(mask_function, is_traced)
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     places = {"q_offset": q_offset, "kv_offset": kv_offset, "device": device}
@@ -202,7 +205,10 @@ def attention_mask_function(
     elif pieces is not None:
         keys = _existing_keys(q_length, kv_length, q_offset, kv_offset, is_traced)
         if keys is not None and ("causal" in pieces or keys == kv_length):
-            structure = Structure(shape, keys, _padding(attention_mask, kv_offset, keys, is_traced), **pieces)
+            keep = _padding(attention_mask, kv_offset, keys, is_traced)
+            # Packed calls have no mask of padding, and a query for every key.
+            if "sequences" not in pieces or (keep is None and q_length == kv_length):
+                structure = Structure(shape, keys, keep, **pieces)
     make = functools.partial(_written, seen, dtype)
     if (
         structure is None
@@ -304,7 +310,9 @@ def _leaf(mask_function: MaskFunction) -> dict[str, Any] | None:
     code = getattr(mask_function, "__code__", None)
     if code is _codes()["sequences"]:
         sequences = _captured(mask_function, "packed_sequence_mask")
-        return None if sequences is None else {"sequences": sequences}
+        # Numbers that only grow: tokens of one number are neighbours, as in a packed call.
+        is_packed = sequences is not None and bool((sequences[:, 1:] >= sequences[:, :-1]).all())
+        return {"sequences": sequences} if is_packed else None
     size = _captured(mask_function, "sliding_window")
     if code is _codes()["window"] and size is not None:
         return {"window": (size - 1, None)}
