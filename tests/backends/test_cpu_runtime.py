@@ -196,6 +196,16 @@ def test_pool_takes_over_without_openmp(monkeypatch: pytest.MonkeyPatch, thread_
     assert all(torch.equal(a, b) for a, b in zip(expected, results(causal=True), strict=True))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the list of loaded libraries is Linux's")
+def test_openmp_of_a_torch_behind_a_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own, other = (tmp_path / folder / "lib" / "libgomp.so.1" for folder in ("torch", "another"))
+    own.parent.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(own.parents[1])
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "link" / "__init__.py"))
+    monkeypatch.setattr(Path, "read_text", lambda _: f"0-1 r-xp 0 00:00 1 {other}\n0-1 r-xp 0 00:00 1 {own}\n")
+    assert threads.openmp_library() == own
+
+
 def test_memory_is_linear() -> None:
     q, k, v = (torch.randn(1, 1, 32768, 16) for _ in range(3))
     tw.attention(q[:, :, :600], k[:, :, :600], v[:, :, :600], backend="cpu")

@@ -38,6 +38,7 @@ def clean_memory() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     if torch.cuda.is_available():
+        torch.cuda.synchronize()  # kernels on other streams count, too
         torch.cuda.empty_cache()
         counters = counters_of(torch.cuda.current_device())
         if isinstance(counters, Counters) and counters.pool is not None:

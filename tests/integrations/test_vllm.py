@@ -179,6 +179,18 @@ def test_decoding_beside_prompts_has_a_call_of_its_own_on_a_gpu(classes: Any, mo
         assert parts == ([(first, max(counts[:first]) == 1), (7 - first, False)] if first >= 4 else [])
 
 
+def test_drafts_that_were_trimmed_on_the_device(classes: Any) -> None:
+    """Adaptive verification: the host knows how many drafts there are, not whose."""
+    engine = Engine(classes)
+    requests = [engine.add() for _ in range(5)]
+    engine.step(requests[:4], [20] * 4)
+    engine.builder.device, engine.builder.reorder_batch_threshold = torch.device("cuda"), 4
+    starts = torch.tensor([0, 2, 4, 6, 8, 17], dtype=torch.int32)
+    engine.step(requests, [4, 1, 1, 2, 9], query_start_loc_cpu=starts)
+    engine.check()
+    assert len(engine.batch.parts) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "flags"),
     [

@@ -195,7 +195,7 @@ def metadata_of(
     totals = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
     return CommonAttentionMetadata(
         query_start_loc=totals,
-        query_start_loc_cpu=totals,
+        query_start_loc_cpu=others.pop("query_start_loc_cpu", totals),
         seq_lens=torch.tensor([*lengths, *[0] * padding], dtype=torch.int32),
         num_reqs=len(lengths) + padding,
         num_actual_tokens=sum(counts) + padding,

@@ -88,7 +88,8 @@ class Batch:
 
     def part_decodes(self, starts: Tensor, most: int = 1) -> None:
         """Attend to sequences with at most so many queries, if they come first, in a call of their own: a GPU's kernel
-        for prompts would read their keys for each query head. `starts` is cu_seqlens_q in host memory.
+        for prompts would read their keys for each query head. `starts` is cu_seqlens_q in host memory. Between these
+        sequences it may divide their queries otherwise than the device's does, if each has at least one.
         """
         counts = starts.diff()
         others = (counts > most).nonzero()
@@ -98,12 +99,12 @@ class Batch:
         tokens = int(starts[count])
         decodes = replace(
             self, num_tokens=tokens, cu_seqlens_q=self.cu_seqlens_q[: count + 1],
-            max_seqlen_q=int(counts[:count].max()), seqlens_k=self.seqlens_k[:count],
-            block_table=self.block_table[:count],
+            max_seqlen_q=most if int(counts[:count].max()) > 1 else 1, seqlens_k=self.seqlens_k[:count],
+            block_table=self.block_table[:count], shared_prefix=None,
         )  # fmt: skip
         prompts = replace(
             self, num_tokens=self.num_tokens - tokens, cu_seqlens_q=self.cu_seqlens_q[count:] - tokens,
-            seqlens_k=self.seqlens_k[count:], block_table=self.block_table[count:],
+            seqlens_k=self.seqlens_k[count:], block_table=self.block_table[count:], shared_prefix=None,
         )  # fmt: skip
         self.parts = (decodes, prompts)
 

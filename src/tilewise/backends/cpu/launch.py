@@ -345,7 +345,7 @@ def expected_microseconds(problem: AttentionProblem, q_lengths: Lengths, k_lengt
     """Estimated time of a forward pass on one thread."""
     dims = problem.head_dim + problem.head_dim_v
     if schedule.decodes(problem):
-        rows = int(k_lengths.sum()) * problem.num_kv_heads
+        rows = int(k_lengths[q_lengths > 0].sum()) * problem.num_kv_heads
         return rows * dims * schedule.kv_item(problem) // DECODED_BYTES
     flops = 2 * int(q_lengths.dot(k_lengths)) * problem.num_heads * dims
     rate = FLOPS_WITH_MATRIX if forward_program(problem) == "forward_matrix" else FLOPS_PER_LANE * host().lanes

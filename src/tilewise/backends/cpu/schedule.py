@@ -63,15 +63,18 @@ def decodes(problem: AttentionProblem) -> bool:
 
 
 def divided(problem: AttentionProblem, q_lengths: Lengths) -> list[tuple[AttentionProblem, Lengths]]:
-    """The problem of sequences with many query rows and that of the others, if there are any, with the lengths of its
-    own sequences and 0 for others. What a sequence takes depends on its own length: decoding beside prompts stays fast.
+    """The problem of sequences with many query rows and that of sequences with few, where there are any, each with the
+    query lengths of its own sequences and 0 for others. What a sequence takes depends on its own length: decoding
+    beside prompts stays fast.
     """
-    if problem.kind == "dense" or problem.tiles_shape is not None:
+    if problem.kind == "dense" or problem.tiles_shape is not None or decodes(problem):
         return [(problem, q_lengths)]
     few = q_lengths * problem.group_size <= DECODE_ROWS
-    long, short = np.where(few, 0, q_lengths), np.where(few, q_lengths, 0)
-    found = [(problem, long)] if long.any() else []
-    return [*found, (replace(problem, seqlen_q=int(short.max())), short)] if short.any() else found
+    many, short = np.where(few, 0, q_lengths), np.where(few, q_lengths, 0)
+    # The bound of the many stays the caller's: it decides on chunks of keys, and so on bits.
+    bounds = (many, problem.seqlen_q), (short, int(short.max(initial=0)))
+    parts = ((replace(problem, batch=int((rows > 0).sum()), seqlen_q=most), rows) for rows, most in bounds)
+    return [(part, rows) for part, rows in parts if part.batch]
 
 
 def shares_panels(problem: AttentionProblem) -> bool:
@@ -128,7 +131,7 @@ def dense_lengths(problem: AttentionProblem) -> tuple[Lengths, Lengths]:
 
 def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths, threads: int) -> Schedule:
     """Entries for sequences of these lengths."""
-    heads = heads_per_unit(problem, k_lengths, threads)
+    heads = heads_per_unit(problem, k_lengths[q_lengths > 0], threads)
     block = (
         round_up(max(1, problem.seqlen_q * heads), host().lanes) if decodes(problem) else block_rows(problem, threads)
     )
