@@ -1,11 +1,13 @@
 """Compile the Hopper kernels for sm_90a on any machine, and read from the machine code what decides their speed.
 
-Triton hides the assembler's log, so ptxas is run once more on the PTX: it tells of spills and of wgmma that it had to
-serialise.
+The log of ptxas tells of spills and of wgmma that it had to serialise. Triton prints it when it assembles a kernel; for
+one that lay in its cache ptxas is run once more.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -20,11 +22,12 @@ from machine_code import LocalAccesses, counted
 from tilewise import device
 from tilewise.backends.gpu import releases
 from tilewise.backends.gpu.compilation import compile_call
+from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.hopper.configs import BackwardConfig
 from tilewise.backends.hopper.launch import calls_of
 from tilewise.problem import AttentionProblem
 
-__all__ = ["HOPPER", "Resources", "compiled", "resources"]
+__all__ = ["HOPPER", "Resources", "call_of", "resources"]
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HOPPER = device.named("h200")
@@ -43,17 +46,18 @@ class Resources:
     local: LocalAccesses
 
 
-def compiled(problem: AttentionProblem, kernel: str, config: BackwardConfig | None = None) -> Any:
-    """The kernel of that name as the launch path compiles it for a problem; `config` to try another backward."""
-    calls = calls_of(problem, HOPPER, config)
-    (call,) = (call for call in calls if call.kernel.__name__ == kernel)
-    return compile_call(call, HOPPER, -1)
+def call_of(problem: AttentionProblem, kernel: str, config: BackwardConfig | None = None) -> KernelCall:
+    """The call of the kernel of that name that the launch path makes; `config` to try another backward."""
+    (call,) = (call for call in calls_of(problem, HOPPER, config) if call.kernel.__name__ == kernel)
+    return call
 
 
-def resources(kernel: Any) -> Resources:
-    """Assemble a compiled kernel once more with the log on, and disassemble."""
-    ptx: str = kernel.asm["ptx"]
-    log, sass = _assemble(ptx), _disassemble(kernel.asm["cubin"])
+def resources(call: KernelCall) -> Resources:
+    """Compile a call as the launch path does, and disassemble."""
+    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as said:
+        triton.knobs.nvidia.dump_ptxas_log = True
+        kernel = compile_call(call, HOPPER, -1)
+    log, sass = said.getvalue() or _assemble(kernel), _disassemble(kernel.asm["cubin"])
     return Resources(
         registers=_number(r"Used (\d+) registers", log),
         spill_bytes=_number(r"(\d+) bytes spill stores", log),
@@ -70,11 +74,12 @@ def _number(pattern: str, text: str) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _assemble(ptx: str) -> str:
+def _assemble(kernel: Any) -> str:
+    options = (kernel.metadata.ptx_options or "").split()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [releases.ptxas(90), "-v", "--gpu-name=sm_90a", str(source), "-o", os.devnull]
+        source.write_text(kernel.asm["ptx"])
+        command = [releases.ptxas(90), "-v", *options, "--gpu-name=sm_90a", str(source), "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout + done.stderr
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Descriptor", "Memory", "Pointer", "pointed"]
+__all__ = ["Box", "Descriptor", "Memory", "Pointer", "pointed"]
 
 
 @dataclass
@@ -89,17 +89,38 @@ class Descriptor:
     def block_type(self) -> Any:
         return types.SimpleNamespace(nbytes=math.prod(self.block_shape) * self.base.element_size())
 
-    def addresses(self, corner: list[Any]) -> tuple[Tensor, Tensor]:
-        """(element offsets, which of them lie inside) of a box."""
-        inside = torch.ones(self.block_shape, dtype=torch.bool)
-        offsets = torch.zeros(self.block_shape, dtype=torch.int64)
-        start = 0
-        for dim, (first, size, stride, extent) in enumerate(
-            zip(map(int, corner), self.block_shape, self.strides, self.shape, strict=True)
-        ):
-            view = [-1 if d == dim else 1 for d in range(len(corner))]
-            index = torch.arange(first, first + size)
-            inside &= ((index >= 0) & (index < extent)).view(view)
-            offsets += (torch.arange(size) * stride).view(view) if size > 1 else 0
-            start += first * stride
-        return offsets + start % (2**64 // self.base.element_size()) if start else offsets, inside
+    def box(self, corner: list[Any]) -> Box:
+        """The elements of the box at a corner that exist."""
+        sizes, inside, start, first = [], [], 0, 0
+        for at, size, stride, extent in zip(map(int, corner), self.block_shape, self.strides, self.shape, strict=True):
+            begin = max(-at, 0)
+            end = max(min(extent - at, size), begin)
+            sizes.append(end - begin)
+            inside.append(slice(begin, end))
+            start += at * stride
+            first += begin * stride if size > 1 else 0
+        # The stride of one element takes nobody anywhere, and may be of any size.
+        strides = [stride if size > 1 else 0 for size, stride in zip(self.block_shape, self.strides, strict=True)]
+        start %= 2**64 // self.base.element_size()
+        return Box(self.base, tuple(inside), sizes, strides, start + first)
+
+
+class Box(NamedTuple):
+    """Elements of a tensor's storage, counted from the tensor, and where in the block of the tensor map they are."""
+
+    base: Tensor
+    inside: tuple[slice, ...]
+    sizes: list[int]
+    strides: list[int]
+    start: int
+
+    @property
+    def values(self) -> Tensor:
+        return self.base.as_strided(self.sizes, self.strides, self.base.storage_offset() + self.start)
+
+    @property
+    def places(self) -> Tensor:
+        found = torch.tensor(self.start)
+        for size, stride in zip(self.sizes, self.strides, strict=True):
+            found = found[..., None] + torch.arange(size) * stride
+        return found

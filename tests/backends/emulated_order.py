@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emulated_memory import Box
+
 __all__ = ["Clock", "Written", "later"]
 
 ACQUIRING, RELEASING = ("acquire", "acq_rel"), ("release", "acq_rel")
@@ -84,11 +86,13 @@ class Written:
             times[where] = clock.now
             self.added[key][where] = adds
 
-    def read(self, clock: Clock, tensor: Tensor, places: Tensor) -> None:
+    def read(self, clock: Clock, tensor: Tensor, places: Tensor | Box) -> None:
         """Check that whoever wrote these elements did it before, for the reader too."""
         key, _ = _storage(tensor)
         if key not in self.marks:
             return
+        if isinstance(places, Box):
+            places = places.places
         with self.lock:
             writers, times = (mark[places + tensor.storage_offset()].reshape(-1) for mark in self.marks[key])
         for role in writers.unique().tolist():

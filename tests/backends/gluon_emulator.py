@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from emulated_asm import computed
-from emulated_memory import Descriptor, Memory, Pointer, pointed
+from emulated_memory import Box, Descriptor, Memory, Pointer, pointed
 from emulated_order import Clock, Written, later
 
 HERE = threading.local()
@@ -229,13 +229,15 @@ def wait_products(pending: int, deps: list[Any]) -> Any:
 def load_box(desc: Descriptor, corner: list[Any], barrier: Slots, target: Memory) -> None:
     grid = HERE.grid
     corner = [int(x) for x in corner]  # what a role counts on in place is known when the copy starts
-    offsets, inside = desc.addresses(corner)
-    read(desc.base, offsets[inside])
+    box = desc.box(corner)
+    read(desc.base, box)
 
     def land() -> None:
-        values = torch.zeros(desc.block_shape, dtype=desc.dtype)
-        values[inside] = Pointer(desc.base).flat[offsets[inside]]
-        target.data.copy_(values.view(target.data.shape))
+        values = box.values
+        if box.sizes != desc.block_shape:
+            values = torch.zeros(desc.block_shape, dtype=desc.dtype)
+            values[box.inside] = box.values
+        target.data.copy_(values.reshape(target.data.shape))
         barrier.one.arrive(0, -desc.block_type.nbytes)
 
     def land_late() -> None:
@@ -252,15 +254,14 @@ def load_box(desc: Descriptor, corner: list[Any], barrier: Slots, target: Memory
 
 
 def store_box(desc: Descriptor, corner: list[Any], source: Memory, add: bool = False) -> None:
-    offsets, inside = desc.addresses(corner)
+    box = desc.box(corner)
 
     def land(values: Tensor) -> None:
-        flat = Pointer(desc.base).flat
-        HERE.grid.written.write(HERE.clock, desc.base, offsets[inside], adds=add)
+        HERE.grid.written.write(HERE.clock, desc.base, box.places, adds=add)
         with HERE.grid.atomics:
-            flat[offsets[inside]] = values + (flat[offsets[inside]] if add else 0)
+            box.values.copy_(values + (box.values if add else 0))
 
-    HERE.stores.append(lambda: HERE.landing.append((land, source.data.view(desc.block_shape)[inside])))
+    HERE.stores.append(lambda: HERE.landing.append((land, source.data.view(desc.block_shape)[box.inside].clone())))
 
 
 def store_wait(pending: int) -> None:
@@ -311,7 +312,7 @@ def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor
     return run
 
 
-def read(tensor: Tensor, places: Tensor) -> None:
+def read(tensor: Tensor, places: Tensor | Box) -> None:
     """Some elements are read; a device function that is called outside of a launch has nobody beside it."""
     if hasattr(HERE, "clock"):
         HERE.grid.written.read(HERE.clock, tensor, places)
@@ -320,7 +321,7 @@ def read(tensor: Tensor, places: Tensor) -> None:
 def load(pointer: Pointer, mask: Any = None, other: Any = 0.0, **caching: str) -> Tensor:
     del caching
     offsets = torch.as_tensor(pointer.offset)
-    if mask is None:
+    if mask is None or torch.as_tensor(mask).all():
         read(pointer.tensor, offsets)
         return pointer.flat[offsets].clone()
     mask = torch.broadcast_to(torch.as_tensor(mask), offsets.shape)
@@ -350,9 +351,11 @@ def store(pointer: Pointer, value: Any, mask: Any = None, eviction_policy: str =
     del eviction_policy
     offsets = torch.as_tensor(pointer.offset)
     value = torch.as_tensor(value).to(pointer.tensor.dtype).expand(offsets.shape)
-    keep = torch.ones_like(offsets, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, offsets.shape)
-    HERE.grid.written.write(HERE.clock, pointer.tensor, offsets[keep])
-    pointer.flat[offsets[keep]] = value[keep]
+    if mask is not None:
+        keep = torch.broadcast_to(torch.as_tensor(mask), offsets.shape)
+        offsets, value = offsets[keep], value[keep]
+    HERE.grid.written.write(HERE.clock, pointer.tensor, offsets)
+    pointer.flat[offsets] = value
 
 
 def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:

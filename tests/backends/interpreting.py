@@ -41,6 +41,7 @@ def hasten() -> None:
     - Every integer operation is repeated in 64 bits for an assertion that only debug mode makes.
     - triton.language is replaced at every call of a device function, though the launch has replaced it already.
     - The table of NumPy's dtypes is built at every lookup.
+    - Every value computes its shape again, and every operation the type of its result.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     builder = getattr(interpreter, "interpreter_builder", None)
@@ -50,6 +51,9 @@ def hasten() -> None:
         _replace_language_once(interpreter)
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_dtypes(interpreter)
+    core: Any = importlib.import_module("triton.language.core")
+    if hasattr(core, "block_type") and hasattr(core, "tensor"):
+        _remember_types(core)
 
 
 def _replace_language_once(interpreter: Any) -> None:
@@ -82,3 +86,24 @@ def _remember_dtypes(interpreter: Any) -> None:
         return plain(inner) if isinstance(inner, core.pointer_type) else scalar(inner)
 
     interpreter._get_np_dtype = dtype_of
+
+
+def _remember_types(core: Any) -> None:
+    """Types of equal elements and shape share what they hold, and values of one type all but their handle."""
+    make_type, make_value = core.block_type.__init__, core.tensor.__init__
+    types: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def init_type(block: Any, element_ty: Any, shape: Any) -> None:
+        key = (id(element_ty), *(getattr(size, "value", size) for size in shape))
+        if key not in types:
+            make_type(block, element_ty, shape)
+            types[key] = vars(block)  # which keeps element_ty, so that no other type gets its id
+        block.__dict__ = types[key]
+
+    def init_value(value: Any, handle: Any, type: Any) -> None:  # noqa: A002
+        if "members" not in vars(type):
+            make_value(value, None, type)
+            type.members = dict(vars(value))
+        vars(value).update(type.members, handle=handle)
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_value

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton", minversion="3.6")
 aot = pytest.importorskip("hopper_aot")
-compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 launching = pytest.importorskip("tilewise.backends.gpu.launching")
 quantising = pytest.importorskip("tilewise.backends.triton.quantising")
 
@@ -94,7 +93,7 @@ FIRST = (KERNELS[0], KERNELS[1], KERNELS[4], KERNELS[7], KERNELS[9], KERNELS[11]
 def test_hot_loops_multiply_without_spills(kernel: Kernel) -> None:
     problem = FAMILIES[kernel.family].problem(**kernel.features)
     spills = 0 if releases.installed() == PINNED else FEW_SPILLS
-    hold(aot.resources(aot.compiled(problem, kernel.name)), spills, kernel.name)
+    hold(aot.resources(aot.call_of(problem, kernel.name)), spills, kernel.name)
 
 
 @pytest.mark.exhaustive
@@ -106,7 +105,7 @@ def test_every_configuration(family: str, part: int) -> None:
         kernels = [name for name in FAMILIES[family].kernels if name in names]
         assert kernels, problem
         for name in kernels:
-            hold(aot.resources(aot.compiled(problem, name)), MOST_SPILLS, (name, problem))
+            hold(aot.resources(aot.call_of(problem, name)), MOST_SPILLS, (name, problem))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_quantising_spills_nothing(head_dim: int, rotation: bool) -> None:
     made |= {name: small((head_dim,), dtype) for name, dtype in basis.items() if rotation}
     found = tuple(tuple(made[name].view) if name in made else None for name in quantising.NAMES)
     (call,) = quantising.quantising_calls(job, found)
-    assert aot.resources(compilation.compile_call(call, aot.HOPPER, -1)).spill_bytes == 0
+    assert aot.resources(call).spill_bytes == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

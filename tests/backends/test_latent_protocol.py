@@ -112,7 +112,7 @@ def test_what_is_not_waited_for_is_found(
     method: str, attend: Callable[..., Any], emulated: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The producer must wait for released columns, a warpgroup for its tile and the other's P."""
-    MODE.late_loads = False
+    MODE.late_loads = method == "wait"
     monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)
     channels = emulated("channels")
     wait = channels.Ring.wait

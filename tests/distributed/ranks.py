@@ -1,4 +1,4 @@
-"""`ranks.py FOLDER`: gloo ranks that are forked from one process, which imports torch for all of them.
+"""`ranks.py FOLDER`: gloo ranks that are forked from one process, which imports torch and its compiler for all of them.
 
 Each (worker, number of ranks) leaves a report in the folder: "ok" or what went wrong, by the name of a check.
 """
@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import decoding_worker
 import dtensor_worker
+import torch
 import worker
 
 RUNS = {
@@ -41,6 +42,8 @@ def run(name: str, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    # Most of what a first compilation takes is imports.
+    torch.compile(torch.square, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
     for name, (_, worlds) in RUNS.items():
         for world in worlds:
             run(name, world, Path(sys.argv[1]))

@@ -58,7 +58,7 @@ class BackendImplementation:
     def supports(self, case: Case, *, higher: bool = False) -> str | None:
         """The backend's answer for the problem of the case, or for tangents and second derivatives of it."""
         backend = dispatch.load(self.name)
-        inputs = make_inputs(case, self.device)
+        inputs = make_inputs(case, self.device, drawn=False)
         spec = devices.of(self.device)
         problem = dataclasses.replace(_problem(case, inputs, self.name), higher=higher)
         return backend.unavailable() or dispatch.refusal(backend, problem, spec)

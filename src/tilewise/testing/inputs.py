@@ -62,13 +62,15 @@ class Inputs:
         return self.map(lambda _, t: t.float() if t.is_floating_point() else t)
 
 
-def make_inputs(case: Case, device: torch.device | str = "cpu", *, padding_value: float = math.nan) -> Inputs:
+def make_inputs(
+    case: Case, device: torch.device | str = "cpu", *, padding_value: float = math.nan, drawn: bool = True
+) -> Inputs:
     """The tensors of a case. Equal cases give equal values on every device.
 
     `padding_value` fills everything outside the lengths: rows past the last sequence, unused slots and pages, bias
-    beyond a sequence, gaps of odd strides.
+    beyond a sequence, gaps of odd strides. Unless `drawn`, numbers are 0: for who asks about shapes.
     """
-    factory = _Factory(case, torch.device(device), padding_value)
+    factory = _Factory(case, torch.device(device), padding_value, drawn)
     make = {"dense": factory.dense, "varlen": factory.packed, "paged": factory.paged}[case.kind]
     with one_thread():
         return make()
@@ -77,8 +79,8 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", *, padding_value
 class _Factory:
     """Draws the tensors of one case in a fixed order from one generator."""
 
-    def __init__(self, case: Case, device: torch.device, padding_value: float) -> None:
-        self.case, self.device, self.padding_value = case, device, padding_value
+    def __init__(self, case: Case, device: torch.device, padding_value: float, drawn: bool) -> None:
+        self.case, self.device, self.padding_value, self.drawn = case, device, padding_value, drawn
         self.generator = torch.Generator().manual_seed(zlib.crc32(repr(case_values(case)).encode()))
 
     def dense(self) -> Inputs:
@@ -238,7 +240,7 @@ class _Factory:
 
     def normal(self, shape: tuple[int, ...], name: str) -> Tensor:
         spread = SPREAD[self.case.values] if name in ("q", "k") else 1.0
-        values = torch.randn(shape, generator=self.generator) * spread
+        values = torch.randn(shape, generator=self.generator) * spread if self.drawn else torch.zeros(shape)
         return values.to(self.case.accumulate_dtype if name == "dlse" else self.case.dtype)
 
     def padded(self, rows: Tensor) -> Tensor:
