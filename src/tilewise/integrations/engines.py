@@ -355,12 +355,8 @@ class Layer:
         if batch.spans is not None and self.role == "decoder":
             self._attend_spans(q, kv_cache, batch.spans, out, *scales, is_clamped=clamps_spans)
             return
-        first = 0
-        for part in batch.parts:
-            rows = slice(first, first + part.num_tokens)
-            self.attend(q[rows], kv_cache, part, out[rows], *scales)
-            first += part.num_tokens
         if batch.parts:
+            self._attend_parts(q, kv_cache, batch.parts, out, *scales)
             return
         pages = self._of(kv_cache, *scales)
         k, v = pages.attended
@@ -385,6 +381,14 @@ class Layer:
             out=out,
             **self._flags,
         )
+
+    def _attend_parts(self, q: Tensor, kv_cache: Cache, parts: Sequence[Batch], out: Tensor, *scales: Tensor) -> None:
+        """Attend to the parts of a batch, whose rows follow each other."""
+        first = 0
+        for part in parts:
+            rows = slice(first, first + part.num_tokens)
+            self.attend(q[rows], kv_cache, part, out[rows], *scales)
+            first += part.num_tokens
 
     def _attend_spans(
         self, q: Tensor, kv_cache: Cache, spans: Spans, out: Tensor, *scales: Tensor, is_clamped: bool
