@@ -220,6 +220,8 @@ def test_what_changed_since_is_followed(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["shared", "plain", "dense"])
 @pytest.mark.parametrize("name", AROUND)
 def test_what_is_in_force_is_followed(name: str, kind: str) -> None:
+    if name == "another device" and torch.cuda.is_available():
+        pytest.skip("its kernels would run, and take addresses of host memory for the device's")
     judge(kind, lambda _: None, AROUND[name])
 
 
