@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -278,8 +277,8 @@ def _same(mine: Any, theirs: Any, path: str) -> None:
         assert mine == theirs, path
 
 
-def test_the_exported_page_plans_as_explain_does(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("softmax", base=exported.as_uri())
+def test_the_exported_page_plans_as_explain_does(open_page: Any) -> None:
+    page: Page = open_page("softmax")
     questions = _questions()
     found = page.evaluate(
         """async (questions) => {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tilewise.explorer import chapter_names, exported_page
+from tilewise.explorer import ExplorerServer, chapter_names, exported_page
 
 # One browser for all of them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
@@ -81,8 +81,8 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "mode", [pytest.param(m, marks=pytest.mark.exhaustive if m == "forced" else ()) for m in MODES]
 )
-def test_the_whole_tour_by_keyboard(open_page: Any, exported: Path, mode: str) -> None:
-    page: Page = open_page("", base=exported.as_uri(), **MODES[mode])
+def test_the_whole_tour_by_keyboard(open_page: Any, mode: str) -> None:
+    page: Page = open_page(**MODES[mode])
     for place, name in enumerate(TOUR):
         article = page.locator(f'article[data-chapter="{name}"]')
         expect(article).to_be_visible()
@@ -125,8 +125,8 @@ def test_the_whole_tour_by_keyboard(open_page: Any, exported: Path, mode: str) -
     assert sorted(TOUR) == sorted(chapter_names())
 
 
-def test_back_stays_in_the_page_and_keeps_the_step(open_page: Any) -> None:
-    page: Page = open_page("fa1")
+def test_back_stays_in_the_page_and_keeps_the_step(open_page: Any, server: ExplorerServer) -> None:
+    page: Page = open_page("fa1", base=server.url)
     seek(page, 5)
     expect(page).to_have_url(re.compile(r"#fa1\?step=5$"))
     page.locator("[rel=next]").click()
@@ -143,9 +143,9 @@ def test_back_stays_in_the_page_and_keeps_the_step(open_page: Any) -> None:
 # --- the picture moves, and fits
 
 
-def test_figure_memory_and_steps_are_on_one_screen(open_page: Any, exported: Path) -> None:
+def test_figure_memory_and_steps_are_on_one_screen(open_page: Any) -> None:
     width, height = 1024, 768
-    page: Page = open_page("", base=exported.as_uri(), width=width)
+    page: Page = open_page(width=width)
     page.set_viewport_size({"width": width, "height": height})
     bottom = "one => one.getBoundingClientRect().bottom"
     for name in TOUR:
@@ -158,8 +158,8 @@ def test_figure_memory_and_steps_are_on_one_screen(open_page: Any, exported: Pat
         assert page.locator(part).first.evaluate(bottom) <= height, part
 
 
-def test_presenting_goes_on_by_arrow_keys(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("softmax-resists?step=4", base=exported.as_uri())
+def test_presenting_goes_on_by_arrow_keys(open_page: Any) -> None:
+    page: Page = open_page("softmax-resists?step=4")
     small = page.evaluate("parseFloat(getComputedStyle(document.body).fontSize)")
     page.get_by_role("button", name="Present").click()
     assert page.evaluate("parseFloat(getComputedStyle(document.body).fontSize)") >= 1.2 * small
@@ -176,8 +176,8 @@ def test_presenting_goes_on_by_arrow_keys(open_page: Any, exported: Path) -> Non
     expect(page.locator("#places")).to_be_visible()
 
 
-def test_a_tile_that_does_not_fit_says_so(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("fa2?block=6", base=exported.as_uri())
+def test_a_tile_that_does_not_fit_says_so(open_page: Any) -> None:
+    page: Page = open_page("fa2?block=6")
     expect(page.locator(".scene")).to_contain_text("it does not fit")
     go(page, "fa2?block=3")
     expect(page.locator(".scene")).not_to_contain_text("does not fit")
@@ -187,8 +187,8 @@ def test_a_tile_that_does_not_fit_says_so(open_page: Any, exported: Path) -> Non
         assert ("they fit" in text) == fits, text
 
 
-def test_hovering_a_cell_explains_its_score(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("fa2?step=1", base=exported.as_uri())
+def test_hovering_a_cell_explains_its_score(open_page: Any) -> None:
+    page: Page = open_page("fa2?step=1")
     page.locator(".scene .pair").first.hover()
     expect(page.locator(".tip")).to_contain_text(re.compile(r"Query 0, key 0: q·k = .* weight in the row's softmax"))
     go(page, "tiles?step=1")
@@ -206,10 +206,8 @@ OWN = {"a", "e", "s", "t", "x", "A", "B", "C"}
 SYMBOL = re.compile(r"(?<![\w^])(?:[A-Za-z]|d[A-Z]|lse|HBM|SRAM|TMA|FP8|KV cache)(?![\w])")
 
 
-def test_every_chapter_lights_its_lines_explains_its_symbols_and_answers_its_questions(
-    open_page: Any, exported: Path
-) -> None:
-    page: Page = open_page("", base=exported.as_uri())
+def test_every_chapter_lights_its_lines_explains_its_symbols_and_answers_its_questions(open_page: Any) -> None:
+    page: Page = open_page()
     for name in TOUR:
         go(page, name)
         found = walk(page, "Array.from(document.querySelectorAll('.code .lit'), (line) => line.textContent)")
@@ -230,8 +228,8 @@ def test_every_chapter_lights_its_lines_explains_its_symbols_and_answers_its_que
     expect(page.locator(".tip")).to_be_visible()
 
 
-def test_the_teachers_page_has_every_chapter_and_prints(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("teacher", base=exported.as_uri())
+def test_the_teachers_page_has_every_chapter_and_prints(open_page: Any) -> None:
+    page: Page = open_page("teacher")
     for name in TOUR:
         notes = page.locator(f'[data-notes="{name}"]')
         assert notes.locator("dt").all_inner_texts()[:4] == ["Goal", "Script", "Question", "Answer"]
@@ -257,7 +255,7 @@ def test_the_teachers_page_has_every_chapter_and_prints(open_page: Any, exported
 def test_one_chapter_in_a_file_of_its_own(open_page: Any, tmp_path: Path) -> None:
     target = tmp_path / "chapter.html"
     target.write_text(exported_page("online-softmax"), encoding="utf-8")
-    page: Page = open_page("", base=target.as_uri(), offline=True)
+    page: Page = open_page(base=target.as_uri(), offline=True)
     expect(page.locator("article")).to_have_attribute("data-chapter", "online-softmax")
     page.keyboard.press("End")
     expect(page.locator("[data-check]")).to_contain_text("Same result")
@@ -281,10 +279,10 @@ AXE = [
 
 
 @pytest.mark.parametrize(("scheme", "places"), AXE)
-def test_axe_finds_nothing_serious(open_page: Any, exported: Path, scheme: str, places: tuple[str, ...]) -> None:
+def test_axe_finds_nothing_serious(open_page: Any, scheme: str, places: tuple[str, ...]) -> None:
     reason = "axe-playwright-python is not installed: pip install tilewise[dev]"
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
-    page: Page = open_page("", base=exported.as_uri(), color_scheme=scheme)
+    page: Page = open_page(color_scheme=scheme)
     for place in places:
         go(page, place)
         if page.locator(".player-scrub input").count():

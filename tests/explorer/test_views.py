@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from playwright.sync_api import Locator, Page, expect
 
 from tilewise import explain
+from tilewise.explorer import ExplorerServer
 from tilewise.explorer.questions import Question, plan_of
 from tilewise.simulator import Workload, count, counts_after_each, schedule
 from tilewise.units import format_bytes
@@ -51,8 +51,8 @@ def cells(page: Page, region: str) -> list[list[str]]:
 # --- every view, served and from a disk
 
 
-def test_every_view_loads_and_fits_a_phone(open_page: Any) -> None:
-    page: Page = open_page(width=360)
+def test_every_view_loads_and_fits_a_phone(open_page: Any, server: ExplorerServer) -> None:
+    page: Page = open_page(base=server.url, width=360)
     for view in VIEWS:
         page.evaluate(f"location.hash = '{view}'")
         expect(here(page)).to_have_attribute("id", f"to-{view}")
@@ -69,8 +69,8 @@ def test_every_view_loads_and_fits_a_phone(open_page: Any) -> None:
         assert fields.evaluate_all(nameless) == 0, view
 
 
-def test_the_exported_page_has_every_view_without_a_network(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("tiles", base=exported.as_uri(), offline=True)
+def test_the_exported_page_has_every_view_without_a_network(open_page: Any) -> None:
+    page: Page = open_page("tiles", offline=True)
     for view in VIEWS:
         page.locator(f"#to-{view}").click()
         expect(here(page)).to_have_attribute("id", f"to-{view}")
@@ -295,8 +295,8 @@ def test_sharing_copies_on_write_and_buttons_write_the_story(open_page: Any) -> 
 # --- my problem
 
 
-def test_my_problem_shows_what_explain_says(open_page: Any) -> None:
-    page: Page = open_page("problem")
+def test_my_problem_shows_what_explain_says(open_page: Any, server: ExplorerServer) -> None:
+    page: Page = open_page("problem", base=server.url)
     page.get_by_label("Model").select_option("70B, GQA 8:1 (Llama 3 70B)")
     page.get_by_label("Context").fill("32768")
     page.get_by_label("Device", exact=True).select_option("h200")
@@ -313,9 +313,9 @@ def test_my_problem_shows_what_explain_says(open_page: Any) -> None:
     expect(page.get_by_text("must be a multiple of K/V heads (7). Shown for 4 K/V heads.")).to_be_visible()
 
 
-def test_my_problem_compares_the_ways_to_share_keys_and_values(open_page: Any, exported: Path) -> None:
+def test_my_problem_compares_the_ways_to_share_keys_and_values(open_page: Any) -> None:
     """Bytes of a token in a layer, and of all tokens in all layers."""
-    page: Page = open_page("problem", base=exported.as_uri())
+    page: Page = open_page("problem")
     page.get_by_label("Model").select_option("70B, GQA 8:1 (Llama 3 70B)")
     page.get_by_label("Context").fill("32768")
     columns = {"mha": 2 * 64 * 128, "gqa": 2 * 8 * 128, "mqa": 2 * 128, "latent": 512 + 64}
@@ -328,8 +328,8 @@ def test_my_problem_compares_the_ways_to_share_keys_and_values(open_page: Any, e
     assert explain(q, latent, latent[..., :512], device="h200").bytes_per_token == 2 * columns["latent"]
 
 
-def test_three_ways_on_one_device(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("problem", base=exported.as_uri())
+def test_three_ways_on_one_device(open_page: Any) -> None:
+    page: Page = open_page("problem")
     plan = plan_of(Question(1, 8192, 32, 32, 128, "bfloat16", "h100", "prefill", True, None))
     assert plan.tiled.seconds is not None
     expect(page.locator('[data-way="fa2"]')).to_have_text(f"{plan.tiled.seconds * 1e6:.0f} µs")
@@ -342,8 +342,8 @@ def test_three_ways_on_one_device(open_page: Any, exported: Path) -> None:
     expect(page.get_by_text("an estimate: the least time, not a measurement")).to_be_visible()
 
 
-def test_numbers_read_as_a_person_writes_them(open_page: Any, exported: Path) -> None:
-    page: Page = open_page("matmul?n=1&t=1", base=exported.as_uri())
+def test_numbers_read_as_a_person_writes_them(open_page: Any) -> None:
+    page: Page = open_page("matmul?n=1&t=1")
     expect(page.locator("[data-verdict]")).to_contain_text("naive 1 step and 2 element loads, tiled 1 step and 2")
     texts = page.evaluate(
         """async () => {
@@ -375,8 +375,8 @@ def test_keys_and_links(open_page: Any) -> None:
     expect(page.locator("#help")).to_be_visible()
 
 
-def test_the_address_keeps_the_state(open_page: Any) -> None:
-    page: Page = open_page("tiles?n=10&step=7")
+def test_the_address_keeps_the_state(open_page: Any, server: ExplorerServer) -> None:
+    page: Page = open_page("tiles?n=10&step=7", base=server.url)
     press(page, "ArrowRight")
     unfold(page)
     page.get_by_label("Heads").fill("2")
@@ -402,9 +402,9 @@ def test_dark_and_light_follow_the_system_and_the_button(open_page: Any) -> None
 # --- speed
 
 
-def test_interactive_in_under_a_second(open_page: Any, exported: Path) -> None:
+def test_interactive_in_under_a_second(open_page: Any) -> None:
     ready = "performance.getEntriesByName('tilewise-ready')[0].startTime"
-    page: Page = open_page("", base=exported.as_uri())
+    page: Page = open_page()
     times = [page.evaluate(ready)]
     for _ in range(2):
         page.reload()
