@@ -21,9 +21,13 @@ from suite.inputs import Inputs
 
 __all__ = ["implementations"]
 
-# Name, and the module with `flash_attn_func` and `flash_attn_varlen_func`.
 FA3_LIBRARY = "FA3_LIBRARY"
-FLASH_ATTN = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
+# Name, and the module with `flash_attn_func` and `flash_attn_varlen_func`. FA4 installs a package flash_attn as well.
+FLASH_ATTN = {
+    "fa2": "flash_attn.flash_attn_interface",
+    "fa3": "flash_attn_interface",
+    "fa4": "flash_attn.cute.interface",
+}
 
 
 def implementations(device: str) -> dict[str, Implementation]:
