@@ -290,6 +290,10 @@ def test_lengths_and_pages_that_change_in_place_between_calls(packed: bool) -> N
         refused("cu_seqlens_q", starts[1], 4)
         starts.copy_(torch.tensor([0, 1, 2, 2]))
     agree()
+    # The same tensors with memory of others.
+    for given, others in ((lengths, [1, 12, 8]), (table, [[3, 2, 1], [0, 7, 6], [5, 4, 3]]), (starts, [0, 0, 1, 3])):
+        given.data = torch.tensor(others, dtype=torch.int32)
+        agree()
 
 
 def test_sinks_that_share_a_number() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tilewise import settings
 from tilewise.errors import InvalidProblem
+from tilewise.memory import Reader
 from tilewise.operands import Flags, Operands, Options
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names
@@ -151,10 +152,11 @@ class Contents:
     compared with those of the last call.
     """
 
-    __slots__ = ("_flags", "_last", "_problem")
+    __slots__ = ("_flags", "_last", "_problem", "_readers", "_table")
 
     def __init__(self, problem: AttentionProblem, flags: Flags) -> None:
         self._problem, self._flags = problem, flags
+        self._readers, self._table = [Reader() for _ in LENGTHS], Reader()
         # Lengths in bytes, the columns of the block table in use, and these in bytes.
         self._last: tuple[list[bytes], int, bytes] | None = None
 
@@ -163,17 +165,17 @@ class Contents:
         if tensors[0].device.type != "cpu":
             check_contents(self._problem, Operands(*tensors), self._flags)
             return
-        lengths = [tensors[i].numpy().tobytes() for i in LENGTHS if i < len(tensors) and tensors[i] is not None]
+        given = [tensors[i] if i < len(tensors) else None for i in LENGTHS]
+        lengths = [reader.read(t) for reader, t in zip(self._readers, given, strict=True) if t is not None]
         last, table = self._last, tensors[TABLE] if self._problem.kind == "paged" else None
-        if last is not None and last[0] == lengths and _first_columns(table, last[1]) == last[2]:
+        if last is not None and last[0] == lengths and self._first_columns(table, last[1]) == last[2]:
             return
         check_contents(self._problem, Operands(*tensors), self._flags)
         columns = 0 if table is None else pages_in_use(self._problem, Operands(*tensors))
-        self._last = lengths, columns, _first_columns(table, columns)
+        self._last = lengths, columns, self._first_columns(table, columns)
 
-
-def _first_columns(table: Tensor | None, count: int) -> bytes:
-    return b"" if table is None else table.numpy()[:, :count].tobytes()
+    def _first_columns(self, table: Tensor | None, count: int) -> bytes:
+        return b"" if table is None else self._table.read(table, count)
 
 
 def lasts(kind: Kind, operands: Operands, flags: Flags) -> bool:

@@ -21,6 +21,7 @@ from tilewise.backends.cpu.cache import program
 from tilewise.backends.cpu.emit import BF16, E4M3, FP16, FP32, INT8
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
+from tilewise.memory import Reader
 from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
@@ -463,12 +464,12 @@ class Repeated:
     step, only addresses are filled in.
     """
 
-    __slots__ = ("_last", "_lse_shape", "_positions", "_problem", "made")
+    __slots__ = ("_last", "_lengths", "_positions", "_problem", "_totals", "made")
 
     def __init__(self, problem: AttentionProblem, operands: Operands, want_lse: bool) -> None:
         present = [name for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None]
         self._positions = [ADDRESSED[name] for name in present]
-        self._problem, self._lse_shape = problem, problem.lse_shape
+        self._problem, self._totals, self._lengths = problem, Reader(), Reader()
         self.made = ("lse",) if want_lse else ()
         self._last: tuple[tuple[int, bytes, bytes], list[Call]] | None = None
 
@@ -477,21 +478,24 @@ class Repeated:
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         totals, seqlens_k = tensors[TOTALS], tensors[LENGTHS]
-        starts = b"" if totals is None else totals.numpy().tobytes()
-        key = threads.num_threads(), starts, seqlens_k.numpy().tobytes()
+        starts = b"" if totals is None else self._totals.read(totals)
+        key = threads.num_threads(), starts, self._lengths.read(seqlens_k)
         last = self._last
         if last is None or last[0] != key:
             self._last = last = key, self._calls(Operands(*tensors), key[0])
-        lse = torch.empty(self._lse_shape, dtype=torch.float32, device="cpu")
+        shape = self._problem.lse_shape
+        lse = torch.empty(shape, dtype=torch.float32, device="cpu") if self.made else None
+        unread = 0 if self.made else 4 * math.prod(shape)
         if totals is not None:
             clear_unused_rows(totals, tensors[OUT], lse)
         for call in last[1]:
             values = call.values[:]
             for position, place in zip(self._positions, places, strict=True):
                 values[position] = place
-            values[f.LSE] = lse.data_ptr()
-            run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
-        return [lse] if self.made else []
+            if lse is not None:
+                values[f.LSE] = lse.data_ptr()
+            run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long, unread)
+        return [] if lse is None else [lse]
 
     def _calls(self, operands: Operands, available: int) -> list[Call]:
         """The calls with all fields but addresses, which are those of these operands."""
@@ -529,13 +533,19 @@ def forward_program(problem: AttentionProblem) -> str:
     return "forward_matrix" if in_tiles else "forward"
 
 
-def run_items(name: str, values: Values, plan: Schedule, workspace_bytes: int, count: int, is_long: bool) -> None:
-    """Run a program over a schedule with as many threads as the work justifies. A long one handles signals."""
-    items = len(plan.entries) * plan.units
+def run_items(
+    name: str, values: Values, plan: Schedule, workspace_bytes: int, count: int, is_long: bool, unread_lse: int = 0
+) -> None:
+    """Run a program over a schedule with as many threads as the work justifies. A long one handles signals. An lse that
+    nobody reads, of so many bytes, is written behind the workspace.
+    """
+    items = plan.entries.shape[0] * plan.units
     count = min(count, items)
     if count == 0:
         return
-    workspace = torch.empty(count * workspace_bytes, dtype=torch.uint8, device="cpu")
+    workspace = torch.empty(count * workspace_bytes + unread_lse, dtype=torch.uint8, device="cpu")
+    if unread_lse:
+        values[f.LSE] = workspace.data_ptr() + count * workspace_bytes
     values[f.NUM_ITEMS], values[f.UNITS], values[f.HEADS_PER_UNIT] = items, plan.units, plan.heads_per_unit
     values[f.SCHEDULE], values[f.BLOCK_M], values[f.CHUNK] = plan.entries.data_ptr(), plan.block_m, plan.chunk
     values[f.WORKSPACE], values[f.WORKSPACE_BYTES] = workspace.data_ptr(), workspace_bytes
