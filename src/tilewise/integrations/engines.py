@@ -87,26 +87,33 @@ class Batch:
             self.shared_prefix = shared_prefix_of(table.numpy(), before, counts, self.page_size)
 
     def part_decodes(self, starts: Tensor, most: int = 1) -> None:
-        """Attend to sequences with at most so many queries, if they come first, in a call of their own: a GPU's kernel
-        for prompts would read their keys for each query head. `starts` is cu_seqlens_q in host memory. Between these
-        sequences it may divide their queries otherwise than the device's does, if each has at least one.
+        """Attend to sequences with at most so many queries, if they come first or last, in a call of their own: a GPU's
+        kernel for prompts would read their keys for each query head. `starts` is cu_seqlens_q in host memory. Between
+        these sequences it may divide their queries otherwise than the device's does, if each has at least one.
         """
         counts = starts.diff()
-        others = (counts > most).nonzero()
-        count = int(others[0]) if len(others) else 0
-        if count < FEWEST_DECODES:
+        longer = (counts > most).nonzero().flatten().tolist()
+        if not longer:
             return
-        tokens = int(starts[count])
-        decodes = replace(
-            self, num_tokens=tokens, cu_seqlens_q=self.cu_seqlens_q[: count + 1],
-            max_seqlen_q=most if int(counts[:count].max()) > 1 else 1, seqlens_k=self.seqlens_k[:count],
-            block_table=self.block_table[:count], shared_prefix=None,
+        before, after = longer[0], len(counts) - 1 - longer[-1]
+        if max(before, after) < FEWEST_DECODES:
+            return
+        come_first = before >= after
+        cut = before if come_first else len(counts) - after
+        few = most if int((counts[:cut] if come_first else counts[cut:]).max()) > 1 else 1
+        first, second = (few, self.max_seqlen_q) if come_first else (self.max_seqlen_q, few)
+        tokens = int(starts[cut])
+        self.parts = (
+            replace(
+                self, num_tokens=tokens, cu_seqlens_q=self.cu_seqlens_q[: cut + 1], max_seqlen_q=first,
+                seqlens_k=self.seqlens_k[:cut], block_table=self.block_table[:cut], shared_prefix=None,
+            ),
+            replace(
+                self, num_tokens=self.num_tokens - tokens, cu_seqlens_q=self.cu_seqlens_q[cut:] - tokens,
+                max_seqlen_q=second, seqlens_k=self.seqlens_k[cut:], block_table=self.block_table[cut:],
+                shared_prefix=None,
+            ),
         )  # fmt: skip
-        prompts = replace(
-            self, num_tokens=self.num_tokens - tokens, cu_seqlens_q=self.cu_seqlens_q[count:] - tokens,
-            seqlens_k=self.seqlens_k[count:], block_table=self.block_table[count:], shared_prefix=None,
-        )  # fmt: skip
-        self.parts = (decodes, prompts)
 
     def add_spans(
         self, spans: Mapping[int, Sequence[tuple[int, int]]], starts: Sequence[int], lengths: Sequence[int]

@@ -10,6 +10,7 @@ them before the capture and before each replay.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         refusals.refuse_pool(pool, MHATokenToKVPool, model_runner.dtype)
         self.token_to_kv_pool = pool
         self.req_to_token: Tensor = model_runner.req_to_token_pool.req_to_token
+        self.device = self.req_to_token.device
         self.page_size: int = pool.page_size
         self.forward_metadata: Batch | None = None
         self._layers: dict[int, _Attention] = {}
@@ -63,12 +65,15 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         slots, page_size = forward_batch.out_cache_loc, self.page_size
         batch = Batch(count, totals, longest, seqlens, table, slots, causal=True, page_size=page_size)
         batch.share_prefixes()
+        # The CPU's kernels tell sequences apart by themselves. A mixed step has its decoding requests last.
+        if longest > 1 and self.device.type != "cpu":
+            batch.part_decodes(torch.tensor([0, *itertools.accumulate(counts)], device="cpu"))
         self.forward_metadata = batch
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what captured steps read: a table for sequences of any length, and lengths."""
         del max_num_tokens
-        device = self.req_to_token.device
+        device = self.device
         columns = -(-self.req_to_token.shape[1] // self.page_size)
         self._table = torch.zeros((max_bs, columns), dtype=torch.int32, device=device)
         self._seqlens = torch.zeros((max_bs,), dtype=torch.int32, device=device)
