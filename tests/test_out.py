@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -306,6 +307,21 @@ def test_calls_keep_no_lengths_alive() -> None:
         tw.attention_paged(q, pages, pages, table, lengths, out=torch.empty(1, 4, 16))
     del lengths
     memory.close()  # raises while an array looks into it
+
+
+def test_calls_keep_no_copies_of_large_tables() -> None:
+    q, pages, lengths = torch.randn(1, 1, 8), torch.randn(1, 1, 1, 8), torch.empty(1, dtype=torch.int32)
+    tracemalloc.start()
+    for length in range(80_000, 80_008):
+        table = torch.zeros(1, length, dtype=torch.int32)
+        for _ in range(2):
+            tw.attention_paged(q, pages, pages, table, lengths.fill_(length), out=torch.empty(1, 1, 8))
+    table[0, 7] = 1
+    with pytest.raises(InvalidProblem, match="block_table"):
+        tw.attention_paged(q, pages, pages, table, lengths, out=torch.empty(1, 1, 8))
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept < 2**21, "eight tables of 320 kB"
 
 
 def test_sinks_that_share_a_number() -> None:
