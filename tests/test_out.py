@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import random
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -294,6 +297,31 @@ def test_lengths_and_pages_that_change_in_place_between_calls(packed: bool) -> N
     for given, others in ((lengths, [1, 12, 8]), (table, [[3, 2, 1], [0, 7, 6], [5, 4, 3]]), (starts, [0, 0, 1, 3])):
         given.data = torch.tensor(others, dtype=torch.int32)
         agree()
+
+
+def test_calls_keep_no_lengths_alive() -> None:
+    memory = mmap.mmap(-1, 64)
+    lengths = torch.from_numpy(np.frombuffer(memory, np.int32, 1)).fill_(3)
+    q, pages, table = torch.randn(1, 4, 16), torch.randn(1, 4, 2, 16), torch.zeros(1, 1, dtype=torch.int32)
+    for _ in range(3):
+        tw.attention_paged(q, pages, pages, table, lengths, out=torch.empty(1, 4, 16))
+    del lengths
+    memory.close()  # raises while an array looks into it
+
+
+def test_calls_keep_no_copies_of_large_tables() -> None:
+    q, pages, lengths = torch.randn(1, 1, 8), torch.randn(1, 1, 1, 8), torch.empty(1, dtype=torch.int32)
+    tracemalloc.start()
+    for length in range(80_000, 80_008):
+        table = torch.zeros(1, length, dtype=torch.int32)
+        for _ in range(2):
+            tw.attention_paged(q, pages, pages, table, lengths.fill_(length), out=torch.empty(1, 1, 8))
+    table[0, 7] = 1
+    with pytest.raises(InvalidProblem, match="block_table"):
+        tw.attention_paged(q, pages, pages, table, lengths, out=torch.empty(1, 1, 8))
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept < 2**21, "eight tables of 320 kB"
 
 
 def test_sinks_that_share_a_number() -> None:

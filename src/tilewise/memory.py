@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 # Shape and strides.
@@ -14,8 +16,8 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 class Reader:
     """The contents of CPU tensors of one shape, strides and dtype, as bytes.
 
-    The view of the last tensor is kept: making one takes ten times as long as copying a few numbers. It keeps that
-    memory alive, so nothing else can come to lie at its address.
+    The view of the last address is kept: making one takes ten times as long as copying a few numbers. It keeps no
+    memory alive, and is read only for a tensor that lies there.
     """
 
     __slots__ = ("_last",)
@@ -26,11 +28,21 @@ class Reader:
     def read(self, tensor: Tensor, columns: int | None = None) -> bytes:
         """All of it, or the first columns of a matrix."""
         place, last = tensor.data_ptr(), self._last
+        if not place:  # no elements
+            return b""
         if last is None or last[0] != place:
-            self._last = last = place, tensor.numpy()
+            self._last = last = place, _view(tensor)
         view = last[1] if columns is None else last[1][:, :columns]
         contents: bytes = view.tobytes()
         return contents
+
+
+def _view(tensor: Tensor) -> Any:
+    """An array over the memory of a CPU tensor, which it does not own."""
+    size = tensor.element_size()
+    strides = tuple([size * stride for stride in tensor.stride()])
+    memory = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
+    return np.asarray(SimpleNamespace(__array_interface__=memory | {"typestr": f"|V{size}", "version": 3}))
 
 
 def extent(tensor: Tensor) -> int:

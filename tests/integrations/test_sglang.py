@@ -161,13 +161,16 @@ def test_decoding_beside_prompts_has_a_call_of_its_own_on_a_gpu() -> None:
     engine = Engine()
     engine.step(ForwardMode.EXTEND, [1, 2, 3, 4, 5], [9, 1, 12, 8, 3])
     engine.backend.device = torch.device("cuda")
-    steps = {(2, 3, 1, 1, 1, 1, 1): 2, (4, 1, 2, 1, 1, 1): 0, (1, 1, 1, 1, 7, 1): 4, (1, 1, 1, 1, 1): 0, (5, 6): 0}
-    for counts, cut in steps.items():
-        engine.step(ForwardMode.MIXED, [6, 7, 1, 2, 3, 4, 5][: len(counts)], list(counts), extra=2)
+    steps = {
+        (2, 3, 1, 1, 1, 1, 1): [2, 5], (4, 1, 2, 1, 1, 1): [], (1, 1, 1, 1, 7, 1): [4, 2], (1, 1, 1, 1, 1): [],
+        (5, 6): [], (1, 1, 1, 1, 9, 1, 1, 1, 1, 1): [4, 1, 5],
+    }  # fmt: skip
+    for counts, sizes in steps.items():
+        engine.step(ForwardMode.MIXED, [6, 7, 1, 2, 3, 4, 5, 8, 9, 10][: len(counts)], list(counts), extra=2)
         engine.check()
-        parts = [len(part.seqlens_k) for part in engine.backend.forward_metadata.parts]
-        assert parts == ([cut, len(counts) - cut] if cut else [])
-        assert sum(part.is_decode for part in engine.backend.forward_metadata.parts) == bool(cut)
+        parts = engine.backend.forward_metadata.parts
+        assert [len(part.seqlens_k) for part in parts] == sizes
+        assert [part.is_decode for part in parts] == [size >= 4 for size in sizes]
 
 
 # What layers may ask for, and the flags of attention that it means.

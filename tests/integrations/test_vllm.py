@@ -14,7 +14,7 @@ import tilewise as tw
 from tilewise import settings
 from tilewise.fp8.rounding import encode_rows
 from tilewise.integrations import vllm as plugin
-from tilewise.integrations.engines import Layer
+from tilewise.integrations.engines import Batch, Layer
 from vllm_stand_in import CrossAttentionSpec, FullAttentionSpec, KVQuantMode, installed, metadata_of
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
@@ -177,6 +177,19 @@ def test_decoding_beside_prompts_has_a_call_of_its_own_on_a_gpu(classes: Any, mo
         first = next((n for n, count in enumerate(counts) if count > most), 0)
         parts = [(len(part.seqlens_k), part.is_decode) for part in engine.batch.parts]
         assert parts == ([(first, max(counts[:first]) == 1), (7 - first, False)] if first >= 4 else [])
+
+
+def test_padding_is_not_the_query_of_a_sequence_without_any() -> None:
+    draw = torch.Generator().manual_seed(0)
+    starts, lengths = torch.tensor([0, 5, 6, 6, 7, 8, 9]).int(), torch.tensor([9, 8, 7, 6, 5, 4]).int()
+    batch = Batch(10, starts, 5, lengths, torch.arange(6).int()[:, None], torch.arange(0), page_size=16)
+    cache, q = torch.randn(6, 2, 16, 64, generator=draw), torch.randn(10, 4, 32, generator=draw)
+    found, expected = torch.empty_like(q), torch.empty_like(q)
+    Layer(4, 32, 0.2, 2).attend(q, cache, batch, expected)
+    batch.part_decodes(starts)
+    Layer(4, 32, 0.2, 2).attend(q, cache, batch, found)
+    assert batch.parts
+    torch.testing.assert_close(found, expected)
 
 
 def test_drafts_that_were_trimmed_on_the_device(classes: Any) -> None:

@@ -87,33 +87,34 @@ class Batch:
             self.shared_prefix = shared_prefix_of(table.numpy(), before, counts, self.page_size)
 
     def part_decodes(self, starts: Tensor, most: int = 1) -> None:
-        """Attend to sequences with at most so many queries, if they come first or last, in a call of their own: a GPU's
-        kernel for prompts would read their keys for each query head. `starts` is cu_seqlens_q in host memory. Between
-        these sequences it may divide their queries otherwise than the device's does, if each has at least one.
+        """Attend to sequences with at most so many queries, where they come first or last, in calls of their own: a
+        GPU's kernel for prompts would read their keys for each query head. `starts` is cu_seqlens_q in host memory.
+        Between these sequences it may divide their queries otherwise than the device's does, if each has at least one.
         """
         counts = starts.diff()
         longer = (counts > most).nonzero().flatten().tolist()
         if not longer:
             return
-        before, after = longer[0], len(counts) - 1 - longer[-1]
-        if max(before, after) < FEWEST_DECODES:
-            return
-        come_first = before >= after
-        cut = before if come_first else len(counts) - after
-        few = most if int((counts[:cut] if come_first else counts[cut:]).max()) > 1 else 1
-        first, second = (few, self.max_seqlen_q) if come_first else (self.max_seqlen_q, few)
-        tokens = int(starts[cut])
-        self.parts = (
-            replace(
-                self, num_tokens=tokens, cu_seqlens_q=self.cu_seqlens_q[: cut + 1], max_seqlen_q=first,
-                seqlens_k=self.seqlens_k[:cut], block_table=self.block_table[:cut], shared_prefix=None,
-            ),
-            replace(
-                self, num_tokens=self.num_tokens - tokens, cu_seqlens_q=self.cu_seqlens_q[cut:] - tokens,
-                max_seqlen_q=second, seqlens_k=self.seqlens_k[cut:], block_table=self.block_table[cut:],
-                shared_prefix=None,
-            ),
+        count = len(counts)
+        first = longer[0] if longer[0] >= FEWEST_DECODES else 0
+        last = longer[-1] + 1 if count - 1 - longer[-1] >= FEWEST_DECODES else count
+        ranges = (0, first, most), (first, last, self.max_seqlen_q), (last, count, most)
+        parts = tuple([self._part(starts, *each) for each in ranges if each[0] < each[1]])
+        self.parts = parts if len(parts) > 1 else ()
+
+    def _part(self, starts: Tensor, first: int, last: int, longest: int) -> Batch:
+        """Some of the sequences, which have up to `longest` queries. The last ones get the padding."""
+        counts, before = starts[first : last + 1].diff(), int(starts[first])
+        tokens = self.num_tokens if last == len(starts) - 1 else int(starts[last])
+        totals = self.cu_seqlens_q[first : last + 1]
+        part = replace(
+            self, num_tokens=tokens - before, cu_seqlens_q=totals - before if first else totals,
+            max_seqlen_q=longest if int(counts.max()) > 1 else 1, seqlens_k=self.seqlens_k[first:last],
+            block_table=self.block_table[first:last], shared_prefix=None,
         )  # fmt: skip
+        # A row of padding is not the query of a sequence that has none.
+        part.is_decode = part.is_decode and int(counts.min()) == 1
+        return part
 
     def add_spans(
         self, spans: Mapping[int, Sequence[tuple[int, int]]], starts: Sequence[int], lengths: Sequence[int]

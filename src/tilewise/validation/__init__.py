@@ -147,6 +147,10 @@ def check_contents(problem: AttentionProblem, operands: Operands, flags: Flags) 
     check_values(problem, operands)
 
 
+# Larger tables are checked in every call: comparing would hardly be faster, and each signature would keep a copy.
+MAX_KEPT_BYTES = 2**17
+
+
 class Contents:
     """`check_contents` for calls of one signature. The layers of a step pass the same contents, which are then only
     compared with those of the last call.
@@ -172,7 +176,8 @@ class Contents:
             return
         check_contents(self._problem, Operands(*tensors), self._flags)
         columns = 0 if table is None else pages_in_use(self._problem, Operands(*tensors))
-        self._last = lengths, columns, self._first_columns(table, columns)
+        is_small = table is None or len(table) * columns * table.element_size() <= MAX_KEPT_BYTES
+        self._last = (lengths, columns, self._first_columns(table, columns)) if is_small else None
 
     def _first_columns(self, table: Tensor | None, count: int) -> bytes:
         return b"" if table is None else self._table.read(table, count)
