@@ -103,11 +103,14 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         return 1
 
     def _columns(self, forward_batch: Any) -> int:
-        """Pages of the longest sequence; of any sequence if SGLang has no lengths on the host."""
-        tokens = self.req_to_token.shape[1]
-        if forward_batch.seq_lens_sum is not None and forward_batch.seq_lens_cpu is not None:
-            tokens = min(tokens, int(forward_batch.seq_lens_cpu[: forward_batch.batch_size].max()))
-        return max(1, -(-tokens // self.page_size))
+        """Pages of the longest sequence, rounded up to a power of two so that most steps look like the last one; of any
+        sequence if SGLang has no lengths on the host.
+        """
+        most = max(1, -(-self.req_to_token.shape[1] // self.page_size))
+        if forward_batch.seq_lens_sum is None or forward_batch.seq_lens_cpu is None:
+            return most
+        pages = -(-int(forward_batch.seq_lens_cpu[: forward_batch.batch_size].max()) // self.page_size)
+        return min(most, 1 << max(pages - 1, 0).bit_length())
 
     def _first_slots(self, forward_batch: Any, columns: int) -> Tensor:
         """The first slot of each page of a step's requests, int32."""
