@@ -77,6 +77,14 @@ def test_leading_dimensions_and_a_single_head_broadcast() -> None:
         torch.testing.assert_close(mine, torchs)
 
 
+def test_autocast_takes_a_mask_of_16_bits() -> None:
+    given = randn(1, 2, 5, 8), randn(1, 2, 5, 8, seed=1), randn(1, 2, 5, 8, seed=2), randn(5, 5, seed=3).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, torchs = (f(*given) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention))
+    assert mine.dtype == torchs.dtype == torch.bfloat16
+    torch.testing.assert_close(mine, torchs, atol=2e-2, rtol=2e-2)
+
+
 def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:
     q, v = randn(1, 1, 64, 8), torch.ones(1, 1, 64, 8)
     torch.manual_seed(1)

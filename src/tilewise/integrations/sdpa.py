@@ -205,7 +205,10 @@ def _four_dims_mask(mask: Tensor, batch_shape: torch.Size) -> Tensor:
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    device = query.device.type
+    # Autocast converts a mask of 16 bits with the query.
+    is_cast = mask.dtype in (torch.float16, torch.bfloat16) and device != "meta" and torch.is_autocast_enabled(device)
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype) and not is_cast:
         fix = "Convert it: 0 and 1 by .bool(), what is added to the scores to the dtype of the query."
         raise InvalidProblem("attn_mask", f"a bool, torch.float32 or {query.dtype} tensor", mask.dtype, fix)
     if mask.dim() < 2:
