@@ -116,6 +116,7 @@ def position_ids(
     With the documents' `cu_seqlens`, the position within the document. Rows of padding continue the count.
     """
     group = group_of(mesh_or_group)
+    _check_sharding(sharding)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if rows % chunks_per_rank(sharding):
         raise InvalidProblem("rows", "an even number for zigzag shards", rows, "Pad the shard, as `shard` does.")
@@ -145,10 +146,14 @@ def as_shards(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
     return torch.cat([pieces[chunk] for chunk in chunk_order(world, sharding)], dim)
 
 
-def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
-    check_class("tensor", tensor)
+def _check_sharding(sharding: str) -> None:
     if sharding not in ("zigzag", "contiguous"):
         raise InvalidProblem("sharding", "'zigzag' or 'contiguous'", repr(sharding), "zigzag balances causal work.")
+
+
+def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
+    check_class("tensor", tensor)
+    _check_sharding(sharding)
     if not -tensor.dim() <= dim < tensor.dim():
         raise InvalidProblem(
             "dim", f"a dimension of the tensor {tuple(tensor.shape)}", dim, "Name the token dimension."
