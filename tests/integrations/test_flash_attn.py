@@ -286,6 +286,12 @@ def test_errors_name_the_arguments_of_flash_attn(name: str, count: int, flags: d
         getattr(fa, f"flash_attn_{name}")(*[torch.zeros(1, 8, 4, 16)] * count, **flags)
 
 
+def test_pages_need_lengths_in_cu_seqlens_k() -> None:
+    q, pages, totals, nothing = torch.zeros(2, 4, 16), torch.zeros(3, 4, 4, 16), torch.tensor([0, 2]), None
+    with pytest.raises(tw.InvalidProblem, match="cu_seqlens_k: expected a torch"):
+        fa.flash_attn_varlen_func(q, pages, pages, totals, nothing, 2, 8, block_table=totals[None])  # type: ignore[arg-type]
+
+
 def test_causal_may_be_none() -> None:
     q = randn(1, 4, 2, 8)
     given: Any = None
