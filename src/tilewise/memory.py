@@ -1,13 +1,19 @@
-"""Which bytes tensors share."""
+"""Which bytes tensors share, and which were written."""
 
 from __future__ import annotations
 
 import functools
 
+import torch
 from torch import Tensor
 
 # Shape and strides.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def touch(*tensors: Tensor) -> None:
+    """Tell autograd that kernels changed the contents: what was saved for a backward before must not be used after."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def extent(tensor: Tensor) -> int:
