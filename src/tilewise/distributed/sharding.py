@@ -97,6 +97,7 @@ def unshard(
     """
     group = group_of(mesh_or_group)
     dim = _checked_dim(tensor, dim, sharding)
+    _check_rows("tensor", tensor.shape[dim], sharding)
     world = dist.get_world_size(group)
     parts = all_gather(tensor.detach().contiguous(), group).view(world, *tensor.shape).unbind(0)
     whole = in_order(torch.cat(parts, dim), dim, world, sharding)
@@ -118,8 +119,7 @@ def position_ids(
     group = group_of(mesh_or_group)
     _check_sharding(sharding)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    if rows % chunks_per_rank(sharding):
-        raise InvalidProblem("rows", "an even number for zigzag shards", rows, "Pad the shard, as `shard` does.")
+    _check_rows("rows", rows, sharding)
     size, chunks = rows // chunks_per_rank(sharding), _chunks_of(rank, world, sharding)
     positions = torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device or "cpu") for chunk in chunks])
     if cu_seqlens is None:
@@ -149,6 +149,12 @@ def as_shards(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
 def _check_sharding(sharding: str) -> None:
     if sharding not in ("zigzag", "contiguous"):
         raise InvalidProblem("sharding", "'zigzag' or 'contiguous'", repr(sharding), "zigzag balances causal work.")
+
+
+def _check_rows(name: str, rows: int, sharding: str) -> None:
+    if rows % chunks_per_rank(sharding):
+        expected, fix = "an even number of rows in zigzag shards", "Pad the shard, as `shard` does."
+        raise InvalidProblem(name, expected, rows, fix)
 
 
 def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
