@@ -86,6 +86,10 @@ def scaled_dot_product_attention(
         lead, query, key, value, attn_mask = _four_dims(query, key, value, attn_mask)
     elif attn_mask is not None:
         _check_mask(attn_mask, query)
+    heads = key.shape[1], value.shape[1]
+    if min(heads) == 1 < max(heads):
+        # A single head of either broadcasts to those of the other.
+        key, value = (t.expand(-1, max(heads), -1, -1) for t in (key, value))
     _, num_heads, _, head_dim = query.shape
     num_kv_heads, head_dim_v = key.shape[1], value.shape[3]
     # Without `enable_gqa` torch only broadcasts a single head, or none, whose values are 0.
