@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -159,10 +160,25 @@ def test_fake_tensors(kind: str) -> None:
 def test_explaining_draws_no_random_numbers_and_reads_autocast() -> None:
     q = torch.zeros(1, 1, 4, 8)
     before = torch.get_rng_state()
+    device.measured_cpu.cache_clear()  # the first plan of a process measures the CPU
     with torch.autocast("cpu", torch.bfloat16):
         plan = tw.explain(q, q, q, dropout=0.1)
     assert plan.problem.dtype == torch.bfloat16
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_the_cpu_is_measured_with_real_fp32_tensors_whoever_asks_first(mode: Any, monkeypatch: Any) -> None:
+    made: list[Tensor] = []
+
+    def timed(run: Callable[[], Tensor]) -> float:
+        made.append(run())
+        return 1.0
+
+    monkeypatch.setattr(device, "_best_seconds", timed)
+    with mode():
+        device.measured_cpu.__wrapped__()
+    assert [(type(t), t.dtype) for t in made] == [(Tensor, torch.float32)] * 2
 
 
 def test_gradients_are_planned_only_where_they_would_be_taken() -> None:

@@ -27,6 +27,7 @@ from tilewise import device as devices
 from tilewise.backends.base import Serving
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
+from tilewise.memory import touch
 from tilewise.numerics import merge_rows
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
@@ -306,7 +307,7 @@ class _Shared:
             made = self._one_by_one(tensors)
         elif self._memory is not None:
             out: Any = tensors[OUT]
-            ops.touch(out)
+            touch(out)
             made = (out, *made)
         return (made[0], made[1]) if self._with_lse else made[0]
 

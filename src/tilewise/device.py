@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -211,15 +212,21 @@ def _cache_bytes(level: int) -> int | None:
 @functools.cache
 def measured_cpu() -> DeviceSpec:
     """`this_cpu` with the fp32 matrix rate and copy bandwidth that torch reaches with its current threads."""
-    facts = this_cpu()
-    a = torch.rand(768, 768, dtype=torch.float32, device="cpu")
+    # In another thread, where autocast, fake tensors and other modes of the caller are off.
+    with ThreadPoolExecutor(1) as thread:
+        rate, bandwidth = thread.submit(_cpu_rates).result()
+    flops = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), rate) | {torch.float64: rate / 2}
+    return replace(this_cpu(), bandwidth=bandwidth, flops=flops)
+
+
+def _cpu_rates() -> tuple[float, float]:
+    """FLOP and bytes per second. No random numbers: torch's generator is the user's."""
+    a = torch.ones(768, 768, dtype=torch.float32, device="cpu")
     matmul = _best_seconds(lambda: a @ a)
-    source = torch.rand(1 << 24, dtype=torch.float32, device="cpu")
+    source = torch.ones(1 << 24, dtype=torch.float32, device="cpu")
     target = torch.empty_like(source)
     copy = _best_seconds(lambda: target.copy_(source))
-    rate = 2 * 768**3 / matmul
-    flops = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), rate) | {torch.float64: rate / 2}
-    return replace(facts, bandwidth=2 * 4 * source.numel() / copy, flops=flops)
+    return 2 * 768**3 / matmul, 2 * 4 * source.numel() / copy
 
 
 def _best_seconds(run: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""Which bytes tensors share, and what small ones hold."""
+"""Which bytes tensors share, what small ones hold, and which were written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 # Shape and strides.
@@ -43,6 +44,11 @@ def _view(tensor: Tensor) -> Any:
     strides = tuple([size * stride for stride in tensor.stride()])
     memory = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
     return np.asarray(SimpleNamespace(__array_interface__=memory | {"typestr": f"|V{size}", "version": 3}))
+
+
+def touch(*tensors: Tensor) -> None:
+    """Tell autograd that kernels changed the contents: what was saved for a backward before must not be used after."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def extent(tensor: Tensor) -> int:

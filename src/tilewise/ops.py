@@ -20,6 +20,7 @@ from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
 from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
+from tilewise.memory import touch
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
@@ -353,12 +354,6 @@ def _run(problem: AttentionProblem, chosen: dispatch.Selection, operands: Operan
         return out, lse
     # A backend may write into the given memory, or return a result of its own.
     return target if out.data_ptr() == target.data_ptr() else target.copy_(out), lse
-
-
-def touch(out: Tensor) -> None:
-    """Tell autograd that the contents changed: a tensor saved for a backward before must not be used after."""
-    if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
 
 
 def _no_logits(problem: AttentionProblem, device: torch.device) -> Tensor:

@@ -296,6 +296,9 @@ class TileMask:
         lengths = block_mask.seq_lengths
         rows, cols = block_mask.BLOCK_SIZE
         partial = _listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+        if partial.shape[2] * rows < lengths[0] or partial.shape[3] * cols < lengths[1]:
+            fix = "A slice of a BlockMask keeps the lengths of the whole: set its seq_lengths, too."
+            raise InvalidProblem("block_mask", f"blocks for seq_lengths {lengths}", tuple(partial.shape[2:]), fix)
         full = torch.zeros_like(partial)
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
             full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)

@@ -128,6 +128,9 @@ def bad_arguments() -> None:
     q, k, v = (shard(t) for t in tensors())
     raises(tw.InvalidProblem, "method", lambda: attend(q, k, v, method="star"))
     raises(tw.InvalidProblem, "sharding", lambda: attend(q, k, v, sharding="random"))
+    misspelt: Any = "zig-zag"
+    raises(tw.InvalidProblem, "sharding", lambda: position_ids(8, sharding=misspelt))
+    raises(tw.InvalidProblem, "an even number of rows", lambda: unshard(torch.zeros(5), dim=0))
     raises(tw.InvalidProblem, "seed", lambda: attend(q, k, v, dropout=0.1))
     raises(tw.InvalidProblem, "seqlen", lambda: attend(q, k, v, seqlen=10**6))
     raises(tw.InvalidProblem, "even number of rows", lambda: attend(q[:, :, :7], k, v, method="ring"))

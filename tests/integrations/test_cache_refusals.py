@@ -112,6 +112,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
         for page in (6, -1, 2**30)
     },
     "an older page": (fa2, PAGED | {"block_table": int32([9, 1], [2, 3])}, "expected"),
+    "a table of one dimension": (fa2, TABLED | {"block_table": int32(0, 1)}, "block_table: expected a tensor .batch"),
     "page 6 of FA3": (fa3, PAGED | {"page_table": int32([0, 1], [2, 6])}, "page_table: expected positions below 24"),
     "behind the pages": (
         fa2, PAGED | {"block_table": int32([0, 1], [2, 3]), "cache_seqlens": int32(5, 8)},

@@ -177,6 +177,18 @@ def test_dmask_shows_what_was_dropped(seqlen_k: int) -> None:
     assert torch.equal(out, fa.flash_attn_func(q, k, v, 0.25, causal=True)), "asking for it changes no random number"  # type: ignore[arg-type]
 
 
+def test_dmask_of_packed_sequences_whose_longest_is_not_told() -> None:
+    q, totals = randn(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    told: list[Any] = [3, None]
+    masks: list[Any] = []
+    for longest in told:
+        torch.manual_seed(0)
+        given = (q, q, q, totals, totals, longest, longest, 0.5)
+        masks.append(fa.flash_attn_varlen_func(*given, return_attn_probs=True)[2])
+    assert masks[0].shape == (2, 2, 3, 3)
+    assert torch.equal(*masks)
+
+
 def test_dropout_with_pages_names_the_way_out() -> None:
     q, pages = randn(1, 2, 8), randn(1, 4, 2, 8)
     with pytest.raises(tw.Unsupported, match="gather them into packed k and v"):
@@ -284,6 +296,12 @@ def test_kvcache_ignores_what_lies_outside_the_lengths() -> None:
 def test_errors_name_the_arguments_of_flash_attn(name: str, count: int, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(tw.InvalidProblem, match=re.escape(message)):
         getattr(fa, f"flash_attn_{name}")(*[torch.zeros(1, 8, 4, 16)] * count, **flags)
+
+
+def test_pages_need_lengths_in_cu_seqlens_k() -> None:
+    q, pages, totals, nothing = torch.zeros(2, 4, 16), torch.zeros(3, 4, 4, 16), torch.tensor([0, 2]), None
+    with pytest.raises(tw.InvalidProblem, match="cu_seqlens_k: expected a torch"):
+        fa.flash_attn_varlen_func(q, pages, pages, totals, nothing, 2, 8, block_table=totals[None])  # type: ignore[arg-type]
 
 
 def test_causal_may_be_none() -> None:

@@ -134,6 +134,9 @@ def test_rotary_rejections() -> None:
         rotary.apply_rotary_emb(x, randn(4, 4), randn(4, 4), seqlen_offsets=1)
     with pytest.raises(tw.InvalidProblem, match="at most 4 columns"):
         rotary.apply_rotary_emb(x, randn(4, 5), randn(4, 5))
+    for heads in (2, 5, 7):
+        with pytest.raises(tw.InvalidProblem, match="num_heads_q: expected an integer that leaves an even number"):
+            rotary.apply_rotary_emb_qkv_(randn(1, 4, 5, 8), randn(4, 4), randn(4, 4), num_heads_q=heads)
     cos, sin, cu_seqlens = randn(8, 4), randn(8, 4), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
     wrong: tuple[Any, ...] = (-2, 1.0, torch.tensor([-1]), torch.tensor([0, 1]), torch.tensor([1.0]))
     for offsets in wrong:

@@ -431,6 +431,12 @@ def test_scheduler_metadata_is_harmless() -> None:
 
 def test_chunks_and_descales_that_make_no_sense() -> None:
     x = torch.zeros(2, 8, 4, 16)
+    nothing: Any = None
+    with pytest.raises(tw.InvalidProblem, match=r"k: expected a torch.Tensor, got NoneType"):
+        fa3.flash_attn_func(x, nothing, x)
+    for qv in (x[..., :8], x[:, :1], x[0]):
+        with pytest.raises(tw.InvalidProblem, match="qv: expected q's shape with the columns of v"):
+            fa3.flash_attn_func(x, x, x, qv=qv)
     with pytest.raises(tw.InvalidProblem, match="attention_chunk: expected an integer >= 0, got -3"):
         fa3.flash_attn_func(x, x, x, attention_chunk=-3)
     e4m3 = x.to(torch.float8_e4m3fn)

@@ -131,6 +131,10 @@ class Offset:
     by = torch.tensor(5)
 
 
+class Listed(list[int]):
+    by = 5
+
+
 def shifted(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i + shifted.by >= j  # type: ignore[attr-defined,no-any-return]
 
@@ -142,13 +146,15 @@ def imported(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 CHANGES = ["captured", "global", "rebound", "attribute", "own", "import", "data", "function", "lists"]
+CHANGES += ["of a list", "of a tensor"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_block_mask_is_converted_again_when_what_it_reads_changes(change: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(f"{__name__}.DOCUMENTS", DOCUMENTS.clone())
     documents_here, shift, offset, data = torch.arange(300) // 110, 5, Offset(), torch.tensor(5)
-    shifted.by = 5  # type: ignore[attr-defined]
+    shifted.by, listed, tensor = 5, Listed(), torch.zeros(2)  # type: ignore[attr-defined]
+    tensor.by = 5  # type: ignore[attr-defined]
     monkeypatch.setattr("types.by", 5, raising=False)
     mods: dict[str, Any] = {
         "captured": theirs.and_masks(prefix_lm, lambda _b, _h, i, j: documents_here[i] == documents_here[j], prefix_lm),
@@ -158,6 +164,8 @@ def test_a_block_mask_is_converted_again_when_what_it_reads_changes(change: str,
         "own": shifted,
         "import": imported,
         "data": lambda _b, _h, i, j: i + data >= j,
+        "of a list": lambda _b, _h, i, j: i + listed.by >= j,
+        "of a tensor": lambda _b, _h, i, j: i + tensor.by >= j,  # type: ignore[attr-defined]
     }
     block = theirs.create_block_mask(mods.get(change, prefix_lm), None, 4, 300, 300, device="cpu")
     both(operands(), block, block)
@@ -173,7 +181,7 @@ def test_a_block_mask_is_converted_again_when_what_it_reads_changes(change: str,
         torch.testing.assert_close(flex_attention(*operands(), block_mask=block), torch.zeros(2, 4, 300, 16))
         return
     shift, offset.by, data.data = 3, torch.tensor(3), torch.tensor(3)
-    shifted.by = 3  # type: ignore[attr-defined]
+    shifted.by = listed.by = tensor.by = 3  # type: ignore[attr-defined]
     monkeypatch.setattr("types.by", 3)
     both(operands(), block, block)
 
@@ -210,3 +218,14 @@ def test_what_is_refused_says_what_to_do() -> None:
         flex_attention(q, k, v, block_mask=create_block_mask(prefix_lm, None, None, 5, 5, device="cpu"))
     with pytest.raises(tw.InvalidProblem, match="offset -1"):
         flex_attention(q, k[:, :, :299], v[:, :, :299], score_mod=ScoreMod(alibi_slopes=torch.zeros(4)))
+    whole: Any = theirs.create_block_mask(prefix_lm, None, None, 300, 300, device="cpu")
+    part = whole[:, :, 1:2]
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("query: expected .batch, heads, seqlen, dim.", {"query": q[0]}),
+        ("key: expected a torch.Tensor", {"key": None}),
+        ("TileMask.from_dense", {"block_mask": torch.ones(300, 300, dtype=torch.bool)}),
+        ("set its seq_lengths", {"block_mask": part}),
+    ]
+    for message, change in wrong:
+        with pytest.raises(tw.InvalidProblem, match=message):
+            flex_attention(**{"query": q, "key": k, "value": v, **change})

@@ -75,6 +75,18 @@ def test_leading_dimensions_and_a_single_head_broadcast() -> None:
     for q, k in ((randn(2, 4, 5, 8), randn(1, 1, 7, 8, seed=1)), (randn(5, 8), randn(7, 8, seed=1))):
         mine, torchs = (f(q, k, k) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention))
         torch.testing.assert_close(mine, torchs)
+    for heads_k, heads_v in ((1, 4), (4, 1)):
+        given = randn(2, 4, 5, 8), randn(2, heads_k, 7, 8, seed=1), randn(2, heads_v, 7, 8, seed=2)
+        mine, torchs = (f(*given) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention))
+        torch.testing.assert_close(mine, torchs)
+
+
+def test_autocast_takes_a_mask_of_16_bits() -> None:
+    given = randn(1, 2, 5, 8), randn(1, 2, 5, 8, seed=1), randn(1, 2, 5, 8, seed=2), randn(5, 5, seed=3).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, torchs = (f(*given) for f in (sdpa.scaled_dot_product_attention, F.scaled_dot_product_attention))
+    assert mine.dtype == torchs.dtype == torch.bfloat16
+    torch.testing.assert_close(mine, torchs, atol=2e-2, rtol=2e-2)
 
 
 def test_dropout_keeps_the_mean_and_follows_the_seed() -> None:

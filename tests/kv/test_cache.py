@@ -189,6 +189,20 @@ def test_bits_that_do_not_depend_on_the_batch_are_refused() -> None:
         cache.attention(torch.zeros(3, HEADS, DIM), deterministic="batch")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_autograd_sees_that_pages_are_written(dtype: torch.dtype) -> None:
+    """A backward of an earlier step would read the new keys."""
+    cache = tw.PagedKVCache(8, 4, 1, 2, 16, dtype=dtype, device="cpu")
+    rows = torch.randn(2, 3, 2, 16).to(dtype)
+    cache.step([cache.add([1, 2, 3])])
+    for _ in range(2):  # the second time by a launch that is kept
+        cache.append(*rows)
+        out = cache.attention(torch.randn(3, 4, 16, dtype=dtype, requires_grad=True))
+        cache.append(*rows.flip(0))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
 def test_tensors_of_a_step_need_a_step() -> None:
     cache = tw.PagedKVCache(4, 4, 1, 1, 8, dtype=torch.float32, device="cpu")
     for call in (cache.block_table, cache.seqlens, cache.cu_seqlens_q, cache.slots, cache.shared_prefix):

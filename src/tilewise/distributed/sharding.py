@@ -97,6 +97,7 @@ def unshard(
     """
     group = group_of(mesh_or_group)
     dim = _checked_dim(tensor, dim, sharding)
+    _check_rows("tensor", tensor.shape[dim], sharding)
     world = dist.get_world_size(group)
     parts = all_gather(tensor.detach().contiguous(), group).view(world, *tensor.shape).unbind(0)
     whole = in_order(torch.cat(parts, dim), dim, world, sharding)
@@ -116,9 +117,9 @@ def position_ids(
     With the documents' `cu_seqlens`, the position within the document. Rows of padding continue the count.
     """
     group = group_of(mesh_or_group)
+    _check_sharding(sharding)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    if rows % chunks_per_rank(sharding):
-        raise InvalidProblem("rows", "an even number for zigzag shards", rows, "Pad the shard, as `shard` does.")
+    _check_rows("rows", rows, sharding)
     size, chunks = rows // chunks_per_rank(sharding), _chunks_of(rank, world, sharding)
     positions = torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device or "cpu") for chunk in chunks])
     if cu_seqlens is None:
@@ -145,10 +146,20 @@ def as_shards(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
     return torch.cat([pieces[chunk] for chunk in chunk_order(world, sharding)], dim)
 
 
-def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
-    check_class("tensor", tensor)
+def _check_sharding(sharding: str) -> None:
     if sharding not in ("zigzag", "contiguous"):
         raise InvalidProblem("sharding", "'zigzag' or 'contiguous'", repr(sharding), "zigzag balances causal work.")
+
+
+def _check_rows(name: str, rows: int, sharding: str) -> None:
+    if rows % chunks_per_rank(sharding):
+        expected, fix = "an even number of rows in zigzag shards", "Pad the shard, as `shard` does."
+        raise InvalidProblem(name, expected, rows, fix)
+
+
+def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
+    check_class("tensor", tensor)
+    _check_sharding(sharding)
     if not -tensor.dim() <= dim < tensor.dim():
         raise InvalidProblem(
             "dim", f"a dimension of the tensor {tuple(tensor.shape)}", dim, "Name the token dimension."

@@ -60,6 +60,9 @@ class Store:
             got = f"{tuple(self.k.shape)} and {tuple(self.v.shape)}"
             fix = "(batch, capacity, kv_heads, dim), or pages with a table."
             raise InvalidProblem("k_cache, v_cache", "4 dimensions each, equal but for the last one", got, fix)
+        if self.table is not None and self.table.dim() != 2:
+            fix = "A row of pages a sequence."
+            raise InvalidProblem("block_table", "a tensor (batch, pages)", f"shape {tuple(self.table.shape)}", fix)
         if self.table is None and self.batch_idx is None and len(self.k) < batch:
             fix = "A row for every sequence of q, or cache_batch_idx to say which it has."
             raise InvalidProblem("k_cache", f"at least {batch} rows as q has sequences", len(self.k), fix)

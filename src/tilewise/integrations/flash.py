@@ -198,7 +198,9 @@ def _dmask(q: Tensor, k: Tensor, totals: Totals, flags: Flags) -> Tensor:
         totals = counts * q.shape[1], counts * k.shape[1]
         flags = {**flags, "max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
         q, k = q.flatten(0, 1), k.flatten(0, 1)
-    batch, seqlen_q, seqlen_k = totals[0].numel() - 1, flags["max_seqlen_q"], flags["max_seqlen_k"]
+    given = zip(totals, (flags["max_seqlen_q"], flags["max_seqlen_k"]), strict=True)
+    seqlen_q, seqlen_k = (max(t.diff().tolist(), default=0) if n is None else n for t, n in given)
+    batch = totals[0].numel() - 1
     padded = q.new_zeros(batch, seqlen_q, q.shape[1], seqlen_k)
     sequence, row = translation.places(totals[0], q.shape[0])
     _, position = translation.places(totals[1], k.shape[0])

@@ -98,6 +98,7 @@ def attend(
     flags: flash.Flags,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with FA3's additions; `flags` are those of `attention`, or of `attention_varlen` if `packed`."""
+    translation.require_tensors(q=q, k=k, v=v)
     fp8, dense = q.dtype is E4M3, packed is None
     shape, totals = q.shape[:2], None if packed is None else packed[:2]
     is_cut = chunk > 0 or (packed is not None and any(used is not None for used in packed[2:]))
@@ -463,6 +464,11 @@ def _lengthened(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, fp8: bool) -
         return q, k, v
     if fp8:
         raise Unsupported("qv with FP8: pass q, k, v and qv in bf16")
+    translation.require_tensors(qv=qv)
+    if qv.shape != q.shape[:-1] + v.shape[-1:] or k.shape[:-1] != v.shape[:-1]:
+        expected = "q's shape with the columns of v, beside k and v of as many rows"
+        got = ", ".join(str(tuple(t.shape)) for t in (qv, q, k, v))
+        raise InvalidProblem("qv", expected, f"qv, q, k and v of shapes {got}", "qv.v is added to q.k.")
     head_dim = q.shape[-1] + qv.shape[-1]
     if head_dim > MAX_HEAD_DIM:
         raise Unsupported(

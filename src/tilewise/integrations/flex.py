@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations.translation import worded
+from tilewise.integrations.translation import require_tensors, worded
 from tilewise.tile_masks import TileMask, tile_mask
 from tilewise.tiles import TILE
 
@@ -118,6 +119,10 @@ def flex_attention(
         >>> flex_attention(q, q, q, block_mask=mask).shape
         torch.Size([1, 2, 4, 8])
     """
+    require_tensors(query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise InvalidProblem(name, "(batch, heads, seqlen, dim)", f"shape {tuple(tensor.shape)}", "Reshape it.")
     if kernel_options:
         fix = "Leave them out: they tune torch's kernels, and tilewise chooses its own tiles."
         raise InvalidProblem("kernel_options", "None", sorted(kernel_options), fix)
@@ -153,6 +158,9 @@ def _score_flags(score_mod: Any, offset: int) -> dict[str, Any]:
 def _mask(block_mask: TileMask | BlockMask | None, query: Tensor) -> TileMask | None:
     if block_mask is None or isinstance(block_mask, TileMask):
         return block_mask
+    if not isinstance(block_mask, BlockMask):
+        fix = "Of a boolean tensor, tilewise.TileMask.from_dense makes one."
+        raise InvalidProblem("block_mask", "a TileMask, a BlockMask or None", type(block_mask).__name__, fix)
     if torch.compiler.is_compiling():
         raise Unsupported(
             "a BlockMask cannot be converted while torch.compile traces: convert it before, with "
@@ -191,13 +199,15 @@ def _read(value: Any, readings: list[Reading], seen: dict[int, tuple[int, object
         readings.append((None, seen[id(value)][0]))
     else:
         seen[id(value)] = len(seen), value  # kept alive, so that no other object gets its id
-        if isinstance(value, Tensor) and not value.is_inference():
+        # Objects of a subclass may have attributes and methods of their own.
+        if type(value) in (Tensor, Parameter) and not value.is_inference():
             readings.append((weakref.ref(value), (value._version, value.data_ptr())))  # noqa: SLF001
-        elif isinstance(value, (tuple, list)):
+            _read(value.__dict__, readings, seen)
+        elif type(value) in (tuple, list):
             readings.append((type(value), len(value)))
             for item in value:
                 _read(item, readings, seen)
-        elif isinstance(value, dict):
+        elif type(value) is dict:
             _read([*value.keys(), *value.values()], readings, seen)
         elif isinstance(value, FunctionType):
             readings.append((value.__code__, None))

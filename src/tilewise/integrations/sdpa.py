@@ -86,6 +86,10 @@ def scaled_dot_product_attention(
         lead, query, key, value, attn_mask = _four_dims(query, key, value, attn_mask)
     elif attn_mask is not None:
         _check_mask(attn_mask, query)
+    heads = key.shape[1], value.shape[1]
+    if min(heads) == 1 < max(heads):
+        # A single head of either broadcasts to those of the other.
+        key, value = (t.expand(-1, max(heads), -1, -1) for t in (key, value))
     _, num_heads, _, head_dim = query.shape
     num_kv_heads, head_dim_v = key.shape[1], value.shape[3]
     # Without `enable_gqa` torch only broadcasts a single head, or none, whose values are 0.
@@ -205,7 +209,10 @@ def _four_dims_mask(mask: Tensor, batch_shape: torch.Size) -> Tensor:
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    device = query.device.type
+    # Autocast converts a mask of 16 bits with the query.
+    is_cast = mask.dtype in (torch.float16, torch.bfloat16) and device != "meta" and torch.is_autocast_enabled(device)
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype) and not is_cast:
         fix = "Convert it: 0 and 1 by .bool(), what is added to the scores to the dtype of the query."
         raise InvalidProblem("attn_mask", f"a bool, torch.float32 or {query.dtype} tensor", mask.dtype, fix)
     if mask.dim() < 2:

@@ -29,6 +29,7 @@ from tilewise.canonical import contiguous_last
 from tilewise.fp8.container import E4M3_MAX
 from tilewise.fp8.rounding import AMAX_FLOOR, encode, encode_rows
 from tilewise.kv.writing import write_rows
+from tilewise.memory import touch
 
 __all__ = ["SOURCES", "append_quantised", "new_scales", "write_quantised"]
 
@@ -65,6 +66,7 @@ def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Seq
             (kept[0], None if len(kept) == 1 else kept[1]) for kept in (pages, scales)
         )
         backend.append_quantised(QuantisedRows(k, v, k_pages, v_pages, k_scale, v_scale, slots.contiguous()))
+        touch(*pages, *scales)
         return
     if pages[0].dtype == torch.int8:
         _write_encoded(new, pages, scales, slots)

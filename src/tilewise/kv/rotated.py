@@ -33,6 +33,7 @@ from tilewise.kv.book import within
 from tilewise.kv.quantised import append_quantised
 from tilewise.kv.rotated_arguments import DTYPES, Step, check_arguments, check_memory, check_pages, is_dense
 from tilewise.kv.writing import write_rows
+from tilewise.memory import touch
 
 # Rows that a CPU rotates at a time.
 ROWS = 64
@@ -124,6 +125,7 @@ def append_rotated(
     if key is not None and (run := _bound.get(key)) is not None:
         made = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         run((q, k, v, made, *rest))
+        touch(made, k_pages, v_pages)
         return made
     check_arguments((q, k, v, out, *rest), norm_eps)
     with torch.no_grad():
@@ -140,6 +142,7 @@ def append_rotated(
             packed, eps = _packed(step), None if norm_eps is None else float(norm_eps)
             run = backend.bind_rotated(packed, interleaved=interleaved, norm_eps=eps, in_place=in_place)
             run(packed)
+            touch(made, k_pages, v_pages)
             if key is not None and _places(packed) == _places(step):
                 if len(_bound) >= MAX_BOUND:
                     _bound.pop(next(iter(_bound)))  # the oldest

@@ -12,6 +12,7 @@ from torch import Tensor
 from tilewise import calls, dispatch
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
+from tilewise.memory import touch
 
 __all__ = ["copy_pages", "write_rows"]
 
@@ -32,6 +33,7 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     slot, places = calls.slot_of(given, ("write",))
     if slot is not None and slot.call is not None:
         slot.call(given, places)
+        touch(k_pages, v_pages)
     else:
         _write(*given, slot)
 
@@ -49,6 +51,7 @@ def _write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor
     if backend is not None:
         ready = (contiguous_last(k), contiguous_last(v), k_pages, v_pages, slots.contiguous())
         backend.write_rows(*ready)
+        touch(k_pages, v_pages)
         if slot is not None and all(a is b for a, b in zip(given, ready, strict=True)):
             slot.call = backend.bind_write(*ready)
         return

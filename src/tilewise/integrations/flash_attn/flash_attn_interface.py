@@ -116,6 +116,7 @@ def flash_attn_varlen_func(
     flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
     if block_table is not None:
+        translation.require_tensors(cu_seqlens_k=cu_seqlens_k)
         out, lse = _paged(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k.diff().int(), flags)
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
     if not return_attn_probs:

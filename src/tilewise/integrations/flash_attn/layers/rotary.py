@@ -57,7 +57,10 @@ def apply_rotary_emb_qkv_(
         fix = "It says how many of the stacked heads are query heads."
         raise InvalidProblem("num_heads_q", "an integer, because qkv has 4 dimensions", None, fix)
     else:
-        num_kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        num_kv_heads, rest = divmod(qkv.shape[2] - num_heads_q, 2)
+        if rest or num_kv_heads < 1:
+            expected = f"an integer that leaves an even number of qkv's {qkv.shape[2]} stacked heads"
+            raise InvalidProblem("num_heads_q", expected, num_heads_q, "k and v have equally many.")
         q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_kv_heads]
     apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
     apply_rotary_emb(
