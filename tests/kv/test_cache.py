@@ -235,6 +235,17 @@ def test_nothing_is_appended_to_a_step_whose_requests_are_finished() -> None:
         shadow.cache.append(rows_of(5), rows_of(5, DIM_V), layer=0)
 
 
+@pytest.mark.parametrize("name", ["shared_prefix", "block_table", "max_seqlen_q"])
+def test_what_the_cache_passes_itself_is_refused(name: str) -> None:
+    shadow = Shadow(4, torch.float32)
+    request = shadow.add([1, 2, 3])
+    shadow.step([request])
+    given: dict[str, Any] = {name: 3}
+    for call in (shadow.cache.attention, shadow.cache.explain):
+        with pytest.raises(tw.InvalidProblem, match=f"{name}: expected no argument here, got one"):
+            call(rows_of(3), **given)
+
+
 def test_out_of_pages_leaves_everything_as_it_was() -> None:
     shadow = Shadow(4, torch.float32, num_pages=3)
     request = shadow.add(list(range(8)))

@@ -44,6 +44,8 @@ __all__ = ["PagedKVCache"]
 Tokens = Sequence[int] | Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8)
+# What attention_paged is given of the step.
+OWN = ("k_pages", "v_pages", "block_table", "seqlens_k", "cu_seqlens_q", "max_seqlen_q", "shared_prefix")
 
 
 class PagedKVCache:
@@ -314,7 +316,7 @@ class PagedKVCache:
             fix = f"Call append(k, v, layer={layer}) before."
             raise InvalidProblem("layer", "one whose K and V of this step are appended", layer, fix)
         return attention_paged(
-            q, k_pages, v_pages, self.block_table(), self.seqlens(), causal=causal, **self._batch_flags(), **flags
+            q, k_pages, v_pages, self.block_table(), self.seqlens(), causal=causal, **self._batch_flags(flags), **flags
         )
 
     def explain(self, q: Tensor, *, layer: int = 0, causal: bool = True, **flags: Any) -> Plan:
@@ -322,7 +324,7 @@ class PagedKVCache:
         from tilewise.plan import explain
 
         k_pages, v_pages = self.attended(layer)
-        batch = {"block_table": self.block_table(), "seqlens_k": self.seqlens()} | self._batch_flags()
+        batch = {"block_table": self.block_table(), "seqlens_k": self.seqlens()} | self._batch_flags(flags)
         return explain(q, k_pages, v_pages, causal=causal, **batch, **flags)
 
     # Tensors
@@ -436,8 +438,12 @@ class PagedKVCache:
             raise InvalidProblem("counts", "None or ones in a fixed step", counts, fix)
         return [1] * len(requests)
 
-    def _batch_flags(self) -> dict[str, Any]:
+    def _batch_flags(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the cache passes beside the given flags, which may not name the same."""
         assert self._step is not None
+        for name in OWN:
+            if name in given:
+                raise InvalidProblem(name, "no argument here", "one", "The cache passes that of its step.")
         flags: dict[str, Any] = {"shared_prefix": self.shared_prefix()}
         if self.cu_seqlens_q() is not None:
             flags |= {"cu_seqlens_q": self.cu_seqlens_q(), "max_seqlen_q": int(self._step.counts.max())}
