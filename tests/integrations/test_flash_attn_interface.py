@@ -53,6 +53,19 @@ def test_attention_chunk(lengths: tuple[int, int], flags: dict[str, Any]) -> Non
     close(*(torch.autograd.grad(o.square().sum(), q)[0] for o in (out, expected[0])))
 
 
+def test_longest_lengths_beside_chunks() -> None:
+    q, totals = randn(20, 2, 8), int32(0, 20)
+
+    def call(most: Any) -> Any:
+        return fa3.flash_attn_varlen_func(q, q, q, totals, totals, 20, most, causal=True, attention_chunk=4)
+
+    for most in (10**9, None):
+        close(call(most), call(20))
+    for most in (10, -1):
+        with pytest.raises(tw.InvalidProblem, match="max_seqlen_k"):
+            call(most)
+
+
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("chunk", [0, 3])
 def test_varlen_with_used_lengths_and_chunks(chunk: int, flags: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.integrations import translation
 from tilewise.subclasses import check_class
+from tilewise.totals import longest_of
 
 Flags = dict[str, Any]
 # cu_seqlens_q and cu_seqlens_k of packed sequences; None for dense ones.
@@ -165,6 +166,15 @@ def cut(
     row = torch.cat((row, stored_q[:, None], stored_q[:, None]), 1)
     key = torch.cat((key, used_k[:, None], stored_k[:, None]), 1)
     return _totals(cu_seqlens_q, row), _totals(cu_seqlens_k, key)
+
+
+def most_keys(cu_seqlens_k: Tensor, rows: int, given: Any) -> int:
+    """At least the keys of the longest sequence. On a CPU `given` is checked; what is no length is refused later."""
+    if not isinstance(given, int):
+        return rows
+    if cu_seqlens_k.device.type == "cpu" and ops.is_plain_eager((cu_seqlens_k,)):
+        longest_of("max_seqlen_k", "cu_seqlens_k", cu_seqlens_k.tolist(), given)
+    return max(0, min(rows, given))
 
 
 def _check_used(name: str, used: Any, stored: Tensor) -> None:

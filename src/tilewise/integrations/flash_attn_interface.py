@@ -117,7 +117,7 @@ def attend(
             packed = Packed(counts * q.shape[1], counts * k.shape[1])
             flags = flags | {"max_seqlen_q": q.shape[1], "max_seqlen_k": k.shape[1]}
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-        most = len(k) if flags["max_seqlen_k"] is None else flags["max_seqlen_k"]
+        most = flash.most_keys(packed[1], len(k), flags["max_seqlen_k"]) if chunk else 0
         totals = flash.cut(*packed, chunk=chunk, max_seqlen_k=most)
     if totals is None:
         out, lse = attention(q, k, v, layout="bshd", return_lse=True, **flags)
