@@ -103,7 +103,7 @@ class Batch:
         self.parts = parts if len(parts) > 1 else ()
 
     def _part(self, starts: Tensor, first: int, last: int, longest: int) -> Batch:
-        """Some of the sequences, which have up to `longest` queries. The last ones get the padding."""
+        """The sequences first .. last-1, with at most `longest` queries each. Padding rows go to the last sequences."""
         counts, before = starts[first : last + 1].diff(), int(starts[first])
         tokens = self.num_tokens if last == len(starts) - 1 else int(starts[last])
         totals = self.cu_seqlens_q[first : last + 1]

@@ -44,7 +44,7 @@ __all__ = ["PagedKVCache"]
 Tokens = Sequence[int] | Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8)
-# What attention_paged is given of the step.
+# Arguments of attention_paged that the cache passes itself.
 OWN = ("k_pages", "v_pages", "block_table", "seqlens_k", "cu_seqlens_q", "max_seqlen_q", "shared_prefix")
 
 
@@ -439,7 +439,7 @@ class PagedKVCache:
         return [1] * len(requests)
 
     def _batch_flags(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the cache passes beside the given flags, which may not name the same."""
+        """Arguments that describe the step. Refuse `given` flags that the cache passes itself."""
         assert self._step is not None
         for name in OWN:
             if name in given:

@@ -68,7 +68,7 @@ def make_inputs(
     """The tensors of a case. Equal cases give equal values on every device.
 
     `padding_value` fills everything outside the lengths: rows past the last sequence, unused slots and pages, bias
-    beyond a sequence, gaps of odd strides. Unless `drawn`, numbers are 0: for who asks about shapes.
+    beyond a sequence, gaps of odd strides. Unless `drawn`, numbers are 0, for callers that need shapes alone.
     """
     factory = _Factory(case, torch.device(device), padding_value, drawn)
     make = {"dense": factory.dense, "varlen": factory.packed, "paged": factory.paged}[case.kind]

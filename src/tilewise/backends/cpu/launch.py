@@ -536,8 +536,9 @@ def forward_program(problem: AttentionProblem) -> str:
 def run_items(
     name: str, values: Values, plan: Schedule, workspace_bytes: int, count: int, is_long: bool, unread_lse: int = 0
 ) -> None:
-    """Run a program over a schedule with as many threads as the work justifies. A long one handles signals. An lse that
-    nobody reads, of so many bytes, is written behind the workspace.
+    """Run a program over a schedule with as many threads as the work justifies. A long one handles signals.
+
+    `unread_lse`: bytes of an lse that nobody reads. Kernels always write one; it then lies behind the workspace.
     """
     items = plan.entries.shape[0] * plan.units
     count = min(count, items)

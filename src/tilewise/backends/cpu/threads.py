@@ -99,7 +99,7 @@ def openmp_library() -> Path | None:
         }
         loaded = sorted(path for path in mapped if path.name.startswith(OPENMP_NAMES))
         # Two runtimes may be loaded (scikit-learn brings one): torch's is in its own folder, or in one beside it.
-        # Links are followed, as in the list.
+        # The kernel lists paths without symbolic links.
         package = Path(torch.__file__).resolve().parent
         own = [path for path in loaded if {package, package.with_name("torch.libs")} & set(path.parents)]
         return next(iter(own or loaded), None)

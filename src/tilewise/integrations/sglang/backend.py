@@ -103,8 +103,8 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         return 1
 
     def _columns(self, forward_batch: Any) -> int:
-        """Pages of the longest sequence, rounded up to a power of two so that most steps look like the last one; of any
-        sequence if SGLang has no lengths on the host.
+        """Pages of the longest sequence, rounded up to a power of two: a table of another width is validated anew. Of
+        any sequence if SGLang has no lengths on the host.
         """
         most = max(1, -(-self.req_to_token.shape[1] // self.page_size))
         if forward_batch.seq_lens_sum is None or forward_batch.seq_lens_cpu is None:
