@@ -42,8 +42,9 @@ def run(name: str, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Most of what a first compilation takes is imports.
-    torch.compile(torch.square, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+    # Most of what a first compilation takes is imports. Without gradients: where autograd has run before a fork, a
+    # build of torch with CUDA refuses it in the children.
+    torch.compile(torch.square, backend="aot_eager")(torch.ones(1))
     for name, (_, worlds) in RUNS.items():
         for world in worlds:
             run(name, world, Path(sys.argv[1]))
