@@ -35,7 +35,11 @@ HOPPER = device.named("h200")
 
 @dataclass(frozen=True)
 class Resources:
-    """What the machine code of one kernel needs and contains."""
+    """What the machine code of one kernel needs and contains.
+
+    `unused_barriers` are initialised, but no role has them. Their memory is used for something else then, which is
+    wrong: see channels.make_ring.
+    """
 
     registers: int
     spill_bytes: int
@@ -44,6 +48,7 @@ class Resources:
     serialised: bool
     instructions: int
     local: LocalAccesses
+    unused_barriers: list[str]
 
 
 def call_of(problem: AttentionProblem, kernel: str, config: BackwardConfig | None = None) -> KernelCall:
@@ -66,7 +71,15 @@ def resources(call: KernelCall) -> Resources:
         serialised="serializ" in log,
         instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", sass, re.MULTILINE)),
         local=counted(sass),
+        unused_barriers=_unused_barriers(kernel.asm["ttgir"]),
     )
+
+
+def _unused_barriers(ir: str) -> list[str]:
+    slots = dict(re.findall(r"(%\S+) = ttg\.memdesc_index (%[^\[\s]+)", ir))
+    barriers = {slots.get(name, name) for name in re.findall(r"ttng\.init_barrier (%[^,\s]+)", ir)}
+    given = {name for names in re.findall(r"ttg\.warp_specialize\((.*?)\)", ir) for name in names.split(", ")}
+    return sorted(barriers - given)
 
 
 def _number(pattern: str, text: str) -> int:

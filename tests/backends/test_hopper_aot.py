@@ -81,6 +81,7 @@ def hold(found: Any, spills: int, what: object) -> None:
     assert not found.serialised, f"ptxas waits after every wgmma: {what}"
     assert found.smem_bytes <= SMEM_LIMIT, what
     assert found.local.hot <= spills, f"{found.local} in {what}"
+    assert found.unused_barriers == [], what
 
 
 # One of each family; the others in the exhaustive run.

@@ -390,7 +390,10 @@ def consumer(
 
 
 @gluon.jit
-def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C: gl.constexpr):
+def make_pipeline(
+    q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, NUM_TILE_READERS: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
     """Allocate everything the roles share."""
     DTYPE: gl.constexpr = q_desc.dtype
     D: gl.constexpr = C.D
@@ -410,7 +413,7 @@ def make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_
         units_smem = gl.allocate_shared_memory(gl.float32, UNITS_SHAPE, units_desc.layout)
     key_ring = make_ring(1, 2)
     query_ring = make_ring(NUM_STAGES, 2)
-    tiles = make_tiles(3 if C.AHEAD else 2, C)
+    tiles = make_tiles(NUM_TILE_READERS, C)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
     return Pipeline(
         q_smem, dout_smem, stats_smem, units_smem, k_smem, v_smem, ds_smem, dq_smem, query_ring, key_ring, tiles
@@ -429,7 +432,8 @@ def backward_kernel(
     """dK, dV and the dQ accumulator; items are (batch, kv head) pairs, blocks 128 keys. Tile mask: `lists` are those of
     listed.Lists.
     """
-    pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
+    TILE_READERS: gl.constexpr = 3 if C.AHEAD else 2
+    pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, TILE_READERS, C)
     if C.AHEAD:
         row_tiles = pipe  # not read without STATS_AHEAD
         if C.STATS_AHEAD:

@@ -129,7 +129,7 @@ def backward_pieces_kernel(
     cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Pieces of dK and dV, and what they add to dQ; every program computes one length of the line."""
-    pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, C)
+    pipe = make_pipeline(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, dq_desc, 0, C)
     gl.warp_specialize([
         (consumer, (dq_desc, parts_ptr, units_ptr, scale_log2, cap_scale, line, sizes, pipe, 0, C)),
         (consumer, (dq_desc, parts_ptr, units_ptr, scale_log2, cap_scale, line, sizes, pipe, 1, C)),

@@ -87,12 +87,20 @@ class Ring:
 
 @gluon.jit
 def make_ring(NUM_SLOTS: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
-    """Allocate and initialise the barriers of a ring. The caller must fence before the roles start."""
+    """Allocate and initialise the barriers of a ring. The caller must fence before the roles start. With NUM_CONSUMERS
+    of 0 nobody releases a slot, and there is no `empty`.
+
+    Make no barrier that no role uses: the compiler gives its memory to something else. An SM keeps barriers in a cache,
+    and writes that one back over it when the kernel is interrupted, as on a GPU that other processes use as well.
+    """
     ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = ready
+    if NUM_CONSUMERS:
+        empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_SLOTS):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
+        if NUM_CONSUMERS:
+            mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
     return Ring(ready, empty)
 
 
@@ -149,11 +157,10 @@ class Mailbox:
 
 @gluon.jit
 def make_mailbox(NUM_CONSUMERS: gl.constexpr, NUM_SLOTS: gl.constexpr = 1, NUM_WORDS: gl.constexpr = 1):
-    """Allocate and initialise an empty mailbox."""
+    """Allocate and initialise an empty mailbox. With NUM_CONSUMERS of 0 it has no barriers: nobody waits for words."""
     values = gl.allocate_shared_memory(gl.int32, [NUM_SLOTS, NUM_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM_SLOTS):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=NUM_CONSUMERS)
-    return Mailbox(values, ready, empty)
+    if NUM_CONSUMERS:
+        ring = make_ring(NUM_SLOTS, NUM_CONSUMERS)
+        return Mailbox(values, ring.ready, ring.empty)
+    else:
+        return Mailbox(values, values, values)

@@ -492,7 +492,9 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
     tiles = make_tiles(C.NUM_WARPGROUPS, C)
     q_ring = make_ring(NUM_Q, 1)
     k_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
-    v_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
+    v_ring = k_ring
+    if not C.MERGE_KV:
+        v_ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
     return Pipeline(q_smem, k_smem, v_smem, out_smem, q_ring, k_ring, v_ring, tiles)
 

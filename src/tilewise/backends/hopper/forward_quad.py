@@ -215,11 +215,12 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
     """Allocate everything the roles share; k_ring guards the slots of both K_i and V_i."""
     NUM_Q: gl.constexpr = C.Q_STAGES * C.NUM_WARPGROUPS
     NUM_WORDS: gl.constexpr = LIST_WORDS if C.SENDS_PLACES else 1
+    NUM_WAITING: gl.constexpr = C.NUM_WARPGROUPS if C.SENDS_PLACES else 0  # for the first tile
     q_smem = make_parts(q_desc, NUM_Q, 64, C.D, 0, C)
     k_smem = make_parts(k_desc, C.NUM_STAGES, C.BLOCK_N, C.D, 0, C)
     v_smem = make_parts(v_desc, C.NUM_STAGES, C.BLOCK_N, C.DV, 0, C)
     out_smem = make_parts(out_desc, C.NUM_WARPGROUPS, 64, C.DV, 0, C)
-    tiles = make_mailbox(C.NUM_WARPGROUPS, LIST_SLOTS, NUM_WORDS)
+    tiles = make_mailbox(NUM_WAITING, LIST_SLOTS, NUM_WORDS)
     q_ring = make_ring(NUM_Q, 1)
     ring = make_ring(C.NUM_STAGES, C.NUM_WARPGROUPS)
     fence_async_shared()  # the barriers are initialised before TMA reports to them

@@ -526,7 +526,7 @@ def make_pipeline(k_desc, C: gl.constexpr):
     rows_smem = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     left_ring = make_ring(2, 1)
     right_ring = make_ring(2, 1)
-    told = make_ring(6, 1)
+    told = make_ring(6, 0)
     fence_async_shared()  # the barriers are initialised before TMA reports to them
     return Pipeline(q_smem, q_rest, k_smem, k_rest, p_smem, rows_smem, left_ring, right_ring, told)
 
