@@ -3,11 +3,12 @@
     python bench/vllm_throughput.py [--threads 2] [--rounds 5] [--output FILE]        in the environment of test-vllm
 
 Both engines are alive at the same time, each in a process of its own, and take turns: whatever else the machine does
-disturbs both alike. The fastest of the rounds counts. Beside it stands the ratio of the medians of processor time, of
-all threads: it is the steadier one where others use the machine, with one thread above all, as threads that wait spin.
+disturbs both alike. Every round has the same steps; of each step the fastest of the rounds counts. Beside it stands the
+ratio of the medians of processor time, of all threads: it is the steadier one where others use the machine, with one
+thread above all, as threads that wait spin.
 
     prefill   PROMPTS prompts of PROMPT tokens, one token each: prompt tokens a second
-    decode    REQUESTS requests of CONTEXT tokens, OUTPUT more tokens each: time of the tokens after the first
+    decode    REQUESTS requests of CONTEXT tokens, OUTPUT more tokens each: the steps that decode all of them
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import IO, Any, cast
 
 PROMPTS, PROMPT = 4, 1024
 REQUESTS, CONTEXT, OUTPUT = 16, 512, 64
+# All prompts are in after so many steps of 2,048 tokens; the first request ends after OUTPUT more tokens.
+FIRST = 5
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -73,20 +76,26 @@ def serve(folder: str, dtype: str) -> None:
         seed=0,
     )
     draw = random.Random(0)
+    step, steps = engine.llm_engine.step, list[tuple[float, float]]()
 
-    def seconds(count: int, length: int, tokens: int) -> tuple[float, float]:
+    def timed() -> Any:
+        start, used = time.perf_counter(), time.process_time()
+        made = step()
+        steps.append((time.perf_counter() - start, time.process_time() - used))
+        return made
+
+    engine.llm_engine.step = timed
+
+    def seconds(count: int, length: int, tokens: int) -> list[tuple[float, float]]:
         requests = [{"prompt_token_ids": [draw.randrange(3, 1024) for _ in range(length)]} for _ in range(count)]
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        start, used = time.perf_counter(), time.process_time()
+        steps.clear()
         engine.generate(requests, sampling, use_tqdm=False)
-        return time.perf_counter() - start, time.process_time() - used
+        return list(steps)
 
     for _ in sys.stdin:
-        prefill = seconds(PROMPTS, PROMPT, 1)
-        first = seconds(REQUESTS, CONTEXT, 1)
-        both = seconds(REQUESTS, CONTEXT, 1 + OUTPUT)
-        decode = both[0] - first[0], both[1] - first[1]
-        answers.write(json.dumps({"prefill": prefill, "decode": decode}) + "\n")
+        prefill, decode = seconds(PROMPTS, PROMPT, 1), seconds(REQUESTS, CONTEXT, 1 + OUTPUT)
+        answers.write(json.dumps({"prefill": prefill, "decode": decode[FIRST:OUTPUT]}) + "\n")
         answers.flush()
 
 
@@ -100,7 +109,7 @@ def started(backend: str, folder: str, dtype: str, threads: int) -> subprocess.P
 def measure(folder: str, dtype: str, threads: int, rounds: int) -> dict[str, Any]:
     """Times of both engines, which take turns."""
     engines = {name: started(name, folder, dtype, threads) for name in BACKENDS}
-    times: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in BACKENDS}
+    times: dict[str, dict[str, list[list[float]]]] = {name: {"prefill": [], "decode": []} for name in BACKENDS}
     used: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in BACKENDS}
     for number in range(rounds + 1):
         for name, engine in engines.items():
@@ -111,16 +120,17 @@ def measure(folder: str, dtype: str, threads: int, rounds: int) -> dict[str, Any
             if not line:
                 raise SystemExit(f"the engine with {name} and {dtype} ended with status {engine.wait()}")
             if number:  # the first compiles
-                for phase, (taken, by_cpu) in json.loads(line).items():
-                    times[name][phase].append(taken)
-                    used[name][phase].append(by_cpu)
+                for phase, steps in json.loads(line).items():
+                    times[name][phase].append([taken for taken, _ in steps])
+                    used[name][phase].append(sum(by_cpu for _, by_cpu in steps))
     for engine in engines.values():
         cast("IO[str]", engine.stdin).close()
         engine.wait()
-    tokens = {"prefill": PROMPTS * PROMPT, "decode": REQUESTS * OUTPUT}
-    row: dict[str, Any] = {"dtype": dtype, "seconds": times, "cpu_seconds": used}
+    tokens = {"prefill": PROMPTS * PROMPT, "decode": REQUESTS * (OUTPUT - FIRST)}
+    row: dict[str, Any] = {"dtype": dtype, "seconds of steps": times, "cpu_seconds": used}
     for phase, count in tokens.items():
-        best = {name: count / min(times[name][phase]) for name in BACKENDS}
+        fastest = {name: [min(step) for step in zip(*times[name][phase], strict=True)] for name in BACKENDS}
+        best = {name: count / sum(fastest[name]) for name in BACKENDS}
         row[phase] = {f"{name} tokens/s": value for name, value in best.items()}
         row[phase]["speed"] = best["tilewise"] / best["cpu_attn"]
         typical = {name: statistics.median(used[name][phase]) for name in BACKENDS}
