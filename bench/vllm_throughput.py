@@ -5,7 +5,7 @@
 Both engines are alive at the same time, each in a process of its own, and take turns: whatever else the machine does
 disturbs both alike. Every round has the same steps; of each step the fastest of the rounds counts. Beside it stands the
 ratio of the medians of processor time, of all threads: it is the steadier one where others use the machine, with one
-thread above all, as threads that wait spin.
+thread above all, as threads that wait spin. The parts of a step that the backends do are timed as well.
 
     prefill   PROMPTS prompts of PROMPT tokens, one token each: prompt tokens a second
     decode    REQUESTS requests of CONTEXT tokens, OUTPUT more tokens each: the steps that decode all of them
@@ -14,6 +14,8 @@ thread above all, as threads that wait spin.
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import json
 import os
 import random
@@ -22,8 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
+
+# Seconds of a round's steps, and of their parts.
+Steps = list[dict[str, float]]
 
 PROMPTS, PROMPT = 4, 1024
 REQUESTS, CONTEXT, OUTPUT = 16, 512, 64
@@ -54,9 +61,36 @@ ENGINE = {
     "HF_HUB_OFFLINE": "1",
 }
 BACKENDS = {"cpu_attn": "0", "tilewise": "1"}
+# Where their attention is, and its parts: of each, a method's name.
+CLASSES = {
+    "cpu_attn": ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackendImpl", "CPUAttentionMetadataBuilder"),
+    "tilewise": ("tilewise.integrations.vllm.backend", "TilewiseImpl", "TilewiseBuilder"),
+}
+PARTS = {"attention": "forward", "writing": "do_kv_cache_update", "metadata": "build"}
 
 
-def serve(folder: str, dtype: str) -> None:
+def time_parts(backend: str, spent: defaultdict[str, float]) -> None:
+    """Have the methods of PARTS add their seconds to `spent`."""
+    path, *names = CLASSES[backend]
+    classes = [getattr(importlib.import_module(path), name) for name in names]
+    for part, name in PARTS.items():
+        owner = next(each for each in classes if hasattr(each, name))
+        setattr(owner, name, _timed(getattr(owner, name), part, spent))
+
+
+def _timed(method: Callable[..., Any], part: str, spent: defaultdict[str, float]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            spent[part] += time.perf_counter() - start
+
+    return call
+
+
+def serve(backend: str, folder: str, dtype: str) -> None:
     """The engine's process: measures one round for each line that comes in, and answers with a line."""
     # Other libraries print; the answers keep the real output to themselves.
     answers = os.fdopen(os.dup(1), "w")
@@ -76,17 +110,19 @@ def serve(folder: str, dtype: str) -> None:
         seed=0,
     )
     draw = random.Random(0)
-    step, steps = engine.llm_engine.step, list[tuple[float, float]]()
+    step, steps, spent = engine.llm_engine.step, Steps(), defaultdict[str, float](float)
+    time_parts(backend, spent)
 
     def timed() -> Any:
+        spent.clear()
         start, used = time.perf_counter(), time.process_time()
         made = step()
-        steps.append((time.perf_counter() - start, time.process_time() - used))
+        steps.append({"all": time.perf_counter() - start, "by CPU": time.process_time() - used, **spent})
         return made
 
     engine.llm_engine.step = timed
 
-    def seconds(count: int, length: int, tokens: int) -> list[tuple[float, float]]:
+    def seconds(count: int, length: int, tokens: int) -> Steps:
         requests = [{"prompt_token_ids": [draw.randrange(3, 1024) for _ in range(length)]} for _ in range(count)]
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         steps.clear()
@@ -102,15 +138,14 @@ def serve(folder: str, dtype: str) -> None:
 def started(backend: str, folder: str, dtype: str, threads: int) -> subprocess.Popen[str]:
     """A process of `serve`."""
     environment = os.environ | ENGINE | {"TILEWISE_VLLM_CPU": BACKENDS[backend], "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, "--serve", folder, "--dtype", dtype]
+    command = [sys.executable, __file__, "--serve", folder, "--backend", backend, "--dtype", dtype]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def measure(folder: str, dtype: str, threads: int, rounds: int) -> dict[str, Any]:
     """Times of both engines, which take turns."""
     engines = {name: started(name, folder, dtype, threads) for name in BACKENDS}
-    times: dict[str, dict[str, list[list[float]]]] = {name: {"prefill": [], "decode": []} for name in BACKENDS}
-    used: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in BACKENDS}
+    rounds_of: dict[str, dict[str, list[Steps]]] = {name: {"prefill": [], "decode": []} for name in BACKENDS}
     for number in range(rounds + 1):
         for name, engine in engines.items():
             put, get = cast("IO[str]", engine.stdin), cast("IO[str]", engine.stdout)
@@ -121,21 +156,28 @@ def measure(folder: str, dtype: str, threads: int, rounds: int) -> dict[str, Any
                 raise SystemExit(f"the engine with {name} and {dtype} ended with status {engine.wait()}")
             if number:  # the first compiles
                 for phase, steps in json.loads(line).items():
-                    times[name][phase].append([taken for taken, _ in steps])
-                    used[name][phase].append(sum(by_cpu for _, by_cpu in steps))
+                    rounds_of[name][phase].append(steps)
     for engine in engines.values():
         cast("IO[str]", engine.stdin).close()
         engine.wait()
     tokens = {"prefill": PROMPTS * PROMPT, "decode": REQUESTS * (OUTPUT - FIRST)}
-    row: dict[str, Any] = {"dtype": dtype, "seconds of steps": times, "cpu_seconds": used}
+    row: dict[str, Any] = {"dtype": dtype, "steps": rounds_of}
     for phase, count in tokens.items():
-        fastest = {name: [min(step) for step in zip(*times[name][phase], strict=True)] for name in BACKENDS}
-        best = {name: count / sum(fastest[name]) for name in BACKENDS}
+        fastest = {name: _fastest(rounds_of[name][phase]) for name in BACKENDS}
+        best = {name: count / fastest[name]["all"] for name in BACKENDS}
         row[phase] = {f"{name} tokens/s": value for name, value in best.items()}
         row[phase]["speed"] = best["tilewise"] / best["cpu_attn"]
-        typical = {name: statistics.median(used[name][phase]) for name in BACKENDS}
-        row[phase]["speed by CPU time"] = typical["cpu_attn"] / typical["tilewise"]
+        used = {n: [sum(step["by CPU"] for step in steps) for steps in rounds_of[n][phase]] for n in BACKENDS}
+        row[phase]["speed by CPU time"] = statistics.median(used["cpu_attn"]) / statistics.median(used["tilewise"])
+        for name, steps in rounds_of.items():
+            milliseconds = {part: 1e3 * fastest[name][part] / len(steps[phase][0]) for part in ("all", *PARTS)}
+            row[phase][f"{name} ms a step"] = {part: round(value, 3) for part, value in milliseconds.items()}
     return row
+
+
+def _fastest(rounds: list[Steps]) -> dict[str, float]:
+    """Seconds of all steps, and of their parts, each step and part as in its fastest round."""
+    return {part: sum(min(step[part] for step in same) for same in zip(*rounds, strict=True)) for part in rounds[0][0]}
 
 
 def main() -> None:
@@ -146,9 +188,10 @@ def main() -> None:
     parser.add_argument("--dtype", action="append")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--backend", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
-        serve(chosen.serve, chosen.dtype[0])
+        serve(chosen.backend, chosen.serve, chosen.dtype[0])
         return
     from suite.measuring import commit
     from tilewise.bench.machine import installed_version, machine, versions
@@ -162,7 +205,7 @@ def main() -> None:
             row = measure(folder, dtype, chosen.threads, chosen.rounds)
             results["rows"].append(row)
             for phase in ("prefill", "decode"):
-                print(dtype, phase, {k: round(v, 2) for k, v in row[phase].items()}, flush=True)
+                print(dtype, phase, row[phase], flush=True)
             if chosen.output is not None:
                 chosen.output.write_text(json.dumps(results, indent=1) + "\n")
 
