@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -355,6 +356,26 @@ def test_masks_can_be_made_in_a_compiled_function() -> None:
     assert torch.equal(torch.compile(attend, backend="eager")(q, ids), attend(q, ids))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_masks_can_be_made_under_torch_func() -> None:
+    x, ids, cu = torch.randn(1, 2, 150, 8), torch.arange(150) // 40, torch.tensor([0, 30, 100])
+
+    def made(zero: Tensor) -> TileMask:
+        mask = TileMask.documents(ids + zero) & tw.tile_mask(lambda _b, _h, i, j: i + zero >= j, 150, 150)
+        return mask | TileMask.from_cu_seqlens(cu + zero, 150).cut((0, 150), (0, 150))
+
+    def attended(x: Tensor, mask: TileMask | None = None) -> Tensor:
+        mask = made((x * 0).sum().long().detach()) if mask is None else mask
+        return tw.attention(x, x, x, mask=mask).square().sum()
+
+    outside = functools.partial(attended, mask=made(torch.tensor(0)))
+    for transform in (torch.func.grad, lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).square().sum())):
+        torch.testing.assert_close(transform(attended)(x), transform(outside)(x))
+    torch.testing.assert_close(*(torch.func.jvp(f, (x,), (x,))[1] for f in (attended, outside)))
+    with pytest.raises(tw.InvalidProblem, match=r"what torch\.vmap does not map"):
+        torch.vmap(attended)(torch.stack([x, x]))
+
+
 def test_gradients_agree_with_finite_differences() -> None:
     q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.double, requires_grad=True) for n in (5, 7, 7))
     seen = torch.rand(1, 2, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -459,6 +480,8 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: TileMask.stack([]), "masks of batch 1"),
         (lambda: TileMask.stack([TileMask.chunks(2, 5)], seqlen_k=0), "at least 5 and 5"),
         (lambda: TileMask.stack([3]), "masks of batch 1, got ['int']"),  # type: ignore[list-item]
+        (lambda: TileMask.stack([random_mask(9, 9, heads=n) for n in (2, 3)]), "masks of 3 heads, or 1, got [2, 3]"),
+        (lambda: TileMask.tree(CAUSAL), "parents: expected an int32 or int64 tensor"),
         (lambda: MASK & MASK.cut((0, 128), (0, 200)), "a mask of 200 x 200"),
         (lambda: MASK & MASK.to("meta"), "a mask on cpu"),
         (lambda: random_mask(9, 9, heads=2) & random_mask(9, 9, heads=3), "broadcasts"),

@@ -37,6 +37,7 @@ from tilewise.tiles import (
     no_bits,
     num_tiles,
     packed,
+    unwrapped,
     visible,
 )
 from tilewise.totals import check_totals
@@ -78,11 +79,12 @@ class TileMask:
         _check_parts(self)
         # Here and not when first asked for, so that a compiler sees one kind of mask.
         ordered = bits_by_keys if self.tiles.device.type == "cpu" else bits_by_queries
-        object.__setattr__(self, "bits", ordered(self.bits))
+        object.__setattr__(self, "tiles", unwrapped("TileMask.tiles", self.tiles))
+        object.__setattr__(self, "bits", unwrapped("TileMask.bits", ordered(self.bits)))
         if self.tiles.is_cuda:
             from tilewise.backends.gpu import tile_lists
 
-            object.__setattr__(self, "lists", tile_lists.made(self.tiles))
+            object.__setattr__(self, "lists", unwrapped("TileMask.lists", tile_lists.made(self.tiles)))
 
     def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int]]:
         # Lists are made again: a mask may be loaded on another device.
@@ -257,7 +259,9 @@ class TileMask:
         """The nodes of a tree, as in speculative decoding: each sees itself, its ancestors, and `context` keys before
         the tree. `parents` are integers (nodes,) or (batch, nodes); a root's is negative.
         """
-        given = torch.as_tensor(parents, device=_device_of(parents, device))
+        given: Any = parents
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            given = torch.as_tensor(parents, device=_device_of(parents, device))
         up = _ids("parents", given)
         _check_length("context", context)
         nodes = up.shape[1]
@@ -326,11 +330,15 @@ class TileMask:
         """One mask per sequence as one mask of their batch: for `attention_varlen`. It is as long as the longest of
         them, or as `seqlen_q` and `seqlen_k` say; rows and keys past a mask's own are hidden.
         """
-        given: Sequence[Any] = masks
+        given: list[Any] = list(masks)
         if not given or any(not isinstance(mask, TileMask) or mask.tiles.shape[0] != 1 for mask in given):
             fix = "A mask of a whole batch is given as it is."
             got = [mask.shape if isinstance(mask, TileMask) else _shown(mask) for mask in given]
             raise InvalidProblem("masks", "one or more tile masks of batch 1", got, fix)
+        masks, heads = given, max(mask.tiles.shape[1] for mask in given)
+        if any(mask.tiles.shape[1] not in (1, heads) for mask in masks):
+            got = [mask.tiles.shape[1] for mask in masks]
+            raise InvalidProblem("masks", f"masks of {heads} heads, or 1", got, "Share one, or give one each.")
         longest_q, longest_k = max(m.seqlen_q for m in masks), max(m.seqlen_k for m in masks)
         lengths = longest_q if seqlen_q is None else seqlen_q, longest_k if seqlen_k is None else seqlen_k
         for name, length in zip(("seqlen_q", "seqlen_k"), lengths, strict=True):
@@ -338,7 +346,6 @@ class TileMask:
         if lengths[0] < longest_q or lengths[1] < longest_k:
             expected = f"lengths of at least {longest_q} and {longest_k}"
             raise InvalidProblem("seqlen_q, seqlen_k", expected, lengths, "Cut the masks with mask.cut.")
-        heads = max(m.tiles.shape[1] for m in masks)
         tiles = _unknown((len(masks), heads), lengths, masks[0].tiles.device).fill_(EMPTY)
         parts, count = [], 0
         for index, mask in enumerate(masks):
@@ -805,8 +812,10 @@ def _totals(cu_seqlens: Any, seqlen: int) -> Tensor:
         expected, fix = "a 1-D int32 or int64 tensor with contents, of one entry or more", "Give running totals from 0."
         raise InvalidProblem("cu_seqlens", expected, _shown(cu_seqlens), fix)
     check_class("cu_seqlens", cu_seqlens)
-    totals: Tensor = cu_seqlens.to(device="cpu", dtype=torch.int64)
-    check_totals("cu_seqlens", totals.tolist(), seqlen)
+    totals: Tensor = unwrapped("cu_seqlens", cu_seqlens).to(device="cpu", dtype=torch.int64)
+    # Under torch.func only single numbers can be read.
+    is_wrapped = torch._C._are_functorch_transforms_active()  # noqa: SLF001
+    check_totals("cu_seqlens", [int(total) for total in totals] if is_wrapped else totals.tolist(), seqlen)
     return totals
 
 
@@ -844,7 +853,7 @@ def _prefixes(lengths: Any) -> Tensor:
     if found is None or others or found.dim() > 1:
         fix = "Give an integer, or one for each sequence."
         raise InvalidProblem("lengths", "integers", _shown(lengths) if found is None else _shown(found), fix)
-    return found.to(torch.int64).reshape(-1, 1, 1)
+    return unwrapped("lengths", found).to(torch.int64).reshape(-1, 1, 1)
 
 
 def _ids(name: str, ids: Any) -> Tensor:
@@ -853,7 +862,7 @@ def _ids(name: str, ids: Any) -> Tensor:
         fix = "Convert it with torch.as_tensor or .long()."
         raise InvalidProblem(name, "an int32 or int64 tensor (seqlen,) or (batch, seqlen)", _shown(ids), fix)
     check_class(name, ids)
-    found = ids.to(torch.int64)
+    found = unwrapped(name, ids).to(torch.int64)
     return found if found.dim() == 2 else found[None]
 
 
@@ -863,7 +872,7 @@ def _ranges(name: str, ends: Any) -> Tensor:
         fix = "Give one number per row."
         raise InvalidProblem(name, "an int32 or int64 tensor of 1 to 4 dimensions", _shown(ends), fix)
     check_class(name, ends)
-    found = ends.to(torch.int64)
+    found = unwrapped(name, ends).to(torch.int64)
     if found.dim() == 4:
         return found
     # (length,), (batch, length) or (batch, heads, length).

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.errors import InvalidProblem
+
 TILE = 128
 EMPTY, FULL = -2, -1
 # Queries whose bits share a word, and words of a key.
@@ -186,13 +188,30 @@ def _reordered(bits: Tensor, pack: Callable[[Tensor], Tensor], nothing: tuple[in
     return torch.cat([pack(unpacked(some)) for some in bits.split(at_once(bits.device))])
 
 
+def unwrapped(name: str, tensor: Tensor) -> Tensor:
+    """What a mask is made of, without the wrappers in which `torch.func.grad` and `jvp` put every tensor: a mask has no
+    derivative. One that vmap maps has no value yet, and is refused.
+    """
+    if torch.compiler.is_compiling():
+        return tensor
+    functorch = torch._C._functorch  # noqa: SLF001
+    while functorch.is_gradtrackingtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    if functorch.is_batchedtensor(tensor):
+        fix = "Make the mask before, or pass a boolean tensor as mask=."
+        raise InvalidProblem(name, "what torch.vmap does not map, to make a tile mask", "a mapped tensor", fix)
+    return tensor
+
+
 def packed(pairs: Tensor) -> Tensor:
     """The bits of boolean tiles (number, 128, 128), in the order of their device."""
+    pairs = unwrapped("mask", pairs)
     return _packed_by_keys(pairs) if pairs.device.type == "cpu" else _packed_by_queries(pairs)
 
 
 def _packed_by_keys(pairs: Tensor) -> Tensor:
-    if pairs.device.type == "cpu":
+    # Under torch.func no tensor becomes an array.
+    if pairs.device.type == "cpu" and not torch._C._are_functorch_transforms_active():  # noqa: SLF001
         octets = np.packbits(pairs.numpy().reshape(-1, WORDS, WORD, TILE), axis=2, bitorder="little")
         # torch.compile can trace this dtype, but none that names a byte order.
         words = np.ascontiguousarray(octets.transpose(0, 1, 3, 2)).view(np.int32)

@@ -235,6 +235,10 @@ def slots_of_tokens() -> None:
     raises(tw.InvalidProblem, "positions", lambda: local_slots(table, past, PAGE_SIZE))
     raises(tw.InvalidProblem, "sequences", lambda: local_slots(table, past[1:], PAGE_SIZE, sequences=torch.tensor([2])))
     raises(tw.InvalidProblem, "page_size", lambda: local_slots(table, past, 0))
+    one, first = torch.tensor([0]), torch.tensor([rank * PAGE_SIZE] * 2)
+    raises(tw.InvalidProblem, "sequences: expected shape", lambda: local_slots(table, first, PAGE_SIZE, sequences=one))
+    raises(tw.InvalidProblem, "positions: expected an int32", lambda: local_slots(table, first.float(), PAGE_SIZE))
+    raises(tw.InvalidProblem, "block_table: expected a page", lambda: local_slots(table - 9, first, PAGE_SIZE))
 
 
 def sub_group() -> None:

@@ -206,6 +206,10 @@ def test_what_is_refused_says_what_to_do() -> None:
         flex_attention(q, k, v, score_mod=lambda score, *_: score * 2)
     with pytest.raises(tw.Unsupported, match="AuxRequest"):
         flex_attention(q, k, v, return_aux=theirs.AuxRequest(max_scores=True))
+    with pytest.raises(tw.InvalidProblem, match="return_lse: expected False"):
+        flex_attention(q, k, v, return_lse=True, return_aux=theirs.AuxRequest(lse=True))
+    with pytest.raises(tw.InvalidProblem, match="return_aux: expected an AuxRequest"):
+        flex_attention(q, k, v, return_aux=True)  # type: ignore[arg-type]
     with pytest.raises(tw.InvalidProblem, match="kernel_options"):
         flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
     with pytest.raises(tw.InvalidProblem, match="enable_gqa"):

@@ -408,6 +408,7 @@ def test_negated_views(e4m3: bool) -> None:
     for view in (torch.neg, torch._neg_view):
         k_pages, v_pages = (x.clone() for x in pages)
         rows = {name: view(given[name]) for name in ("q", "k", "v")}
+        rows |= {name: view(-given[name]) for name in ("slots", "positions")}
         scales = {name: scale.clone() for name, scale in more.items()}
         out = append_rotated(**(given | rows | {"k_pages": k_pages, "v_pages": v_pages} | scales))
         results.append((out, k_pages.float(), v_pages.float()))

@@ -34,7 +34,7 @@ Pages = Tensor | Fp8Tensor
 def local_seqlens(seqlens_k: Tensor, page_size: int, mesh_or_group: MeshOrGroup = None) -> Tensor:
     """How many of the first `seqlens_k` keys of each sequence are on this rank; of any shape, on any device."""
     group = group_of(mesh_or_group)
-    validation.require_tensors(seqlens_k=seqlens_k)
+    _check_integers(seqlens_k=seqlens_k)
     _check_page_size(page_size)
     return _count(seqlens_k, page_size, dist.get_rank(group), dist.get_world_size(group))
 
@@ -52,21 +52,27 @@ def local_slots(
 
     `block_table` (batch, columns) names this rank's pages. Token i belongs to sequence `sequences[i]`, or i. The
     result is what `tilewise.kv.append_rotated` takes. A position past the table is an error on a CPU and under
-    TILEWISE_CHECK_VALUES=1, and has slot -1 otherwise.
+    TILEWISE_CHECK_VALUES=1, and has slot -1 otherwise. One whose page is negative is an error likewise, and otherwise
+    has a negative slot.
     """
     group = group_of(mesh_or_group)
-    validation.require_tensors(block_table=block_table, positions=positions)
+    _check_integers(block_table=block_table, positions=positions)
     _check_page_size(page_size)
     if block_table.dim() != 2 or positions.dim() != 1:
         got = f"{tuple(block_table.shape)} and {tuple(positions.shape)}"
         raise InvalidProblem("block_table, positions", "(batch, columns) and (total,)", got, "One position per token.")
     if sequences is None:
         sequences = torch.arange(len(positions), device=positions.device)
+    _check_integers(sequences=sequences)
+    if sequences.shape != positions.shape:
+        expected = f"shape {tuple(positions.shape)} as positions has"
+        raise InvalidProblem("sequences", expected, tuple(sequences.shape), "One sequence per token.")
     batch, columns = block_table.shape
     page, place = positions.long() // page_size, positions.long() % page_size
     owner, column = page % dist.get_world_size(group), page // dist.get_world_size(group)
     mine = (owner == dist.get_rank(group)) & (positions >= 0)
-    if positions.device.type == "cpu" or settings.current().check_values:
+    on_host = positions.device.type == "cpu" or settings.current().check_values
+    if on_host:
         if bool((mine & (column >= columns)).any()):
             expected = f"positions within the {columns} pages that the table has of a sequence here"
             raise InvalidProblem("positions", expected, int(positions.max()), "Add pages to the table.")
@@ -77,11 +83,22 @@ def local_slots(
     if not columns or not batch:
         return torch.full_like(positions, -1, dtype=torch.int64)
     inside = block_table[sequences.long(), column.clamp(0, columns - 1)].long()
-    return torch.where(mine & (column < columns), inside * page_size + place, -1)
+    mine &= column < columns
+    if on_host and bool((mine & (inside < 0)).any()):
+        fix = "A token needs a page before it is written."
+        raise InvalidProblem("block_table", "a page for every position", int(inside[mine].min()), fix)
+    return torch.where(mine, inside * page_size + place, -1)
 
 
-def _check_page_size(page_size: int) -> None:
-    if page_size < 1:
+def _check_integers(**tensors: Any) -> None:
+    validation.require_tensors(**tensors)
+    for name, numbers in tensors.items():
+        if numbers.dtype not in (torch.int32, torch.int64):
+            raise InvalidProblem(name, "an int32 or int64 tensor", numbers.dtype, "Convert it with .int().")
+
+
+def _check_page_size(page_size: Any) -> None:
+    if not isinstance(page_size, int) or page_size < 1:
         raise InvalidProblem("page_size", "a whole number from 1 on", page_size, "Rows of a page.")
 
 
@@ -230,9 +247,7 @@ def _checked(tensors: tuple[Any, ...], options: Options, group: Group) -> _Rows:
 
 def _check_lengths(seqlens: Tensor, cu_seqlens_q: Tensor | None, rows: int) -> None:
     """As attention_paged checks them: it sees only this rank's part."""
-    for name, numbers in (("seqlens_k", seqlens), ("cu_seqlens_q", cu_seqlens_q)):
-        if numbers is not None and numbers.dtype not in (torch.int32, torch.int64):
-            raise InvalidProblem(name, "an int32 or int64 tensor", numbers.dtype, "Convert it with .int().")
+    _check_integers(seqlens_k=seqlens, **({} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}))
     if cu_seqlens_q is not None and (cu_seqlens_q.shape != (len(seqlens) + 1,) or not len(seqlens)):
         expected = "shape (batch + 1,), with at least one sequence"
         raise InvalidProblem("cu_seqlens_q", expected, tuple(cu_seqlens_q.shape), "Running totals of queries, from 0.")

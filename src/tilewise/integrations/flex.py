@@ -126,8 +126,8 @@ def flex_attention(
     if kernel_options:
         fix = "Leave them out: they tune torch's kernels, and tilewise chooses its own tiles."
         raise InvalidProblem("kernel_options", "None", sorted(kernel_options), fix)
-    if return_aux is not None and return_aux.max_scores:
-        raise Unsupported("the largest score of a row is not returned: ask for AuxRequest(lse=True) alone")
+    if return_aux is not None:
+        _check_aux(return_aux, return_lse)
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         fix = "Pass enable_gqa=True to let several query heads share a key head."
         raise InvalidProblem("key", f"{query.shape[-3]} heads as query has", key.shape[-3], fix)
@@ -136,6 +136,16 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+def _check_aux(return_aux: Any, return_lse: bool) -> None:
+    if not isinstance(return_aux, AuxRequest):
+        raise InvalidProblem("return_aux", "an AuxRequest or None", repr(return_aux), "Pass AuxRequest(lse=True).")
+    if return_lse:
+        fix = "Ask for AuxRequest(lse=True) alone."
+        raise InvalidProblem("return_lse", "False because return_aux is given", return_lse, fix)
+    if return_aux.max_scores:
+        raise Unsupported("the largest score of a row is not returned: ask for AuxRequest(lse=True) alone")
 
 
 def _score_flags(score_mod: Any, offset: int) -> dict[str, Any]:

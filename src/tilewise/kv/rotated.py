@@ -165,6 +165,8 @@ def _backend(device_type: str) -> Rotating | None:
 
 def _append(step: Step, interleaved: bool, norm_eps: float | None, *, on_host: bool) -> None:
     """With torch operations: the definition. `on_host`: a CPU runs them now, and positions were checked."""
+    # Torch indexes with the memory of a negated view.
+    step = step._replace(slots=step.slots.resolve_neg(), positions=step.positions.resolve_neg())
     total, heads, count, slots = len(step.q), step.q.shape[1], len(step.slots), step.slots
     new = torch.empty(
         step.k.shape, dtype=step.k_pages.dtype if step.k_scale is None else torch.float32, device=step.k.device

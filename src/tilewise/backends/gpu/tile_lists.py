@@ -12,10 +12,11 @@ from tilewise.tiles import bits_by_queries, lists_of
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """Whether the kernels that make masks and their lists can run. Neither a compiler that traces nor fake tensors know
-    them, and no trial judges them on a newer release of Triton.
+    """Whether the kernels that make masks and their lists can run. Neither a compiler that traces, fake tensors nor
+    torch.func know them, and no trial judges them on a newer release of Triton.
     """
     plain = type(tensor) is Tensor and tensor.is_cuda and not torch.compiler.is_compiling()
+    plain = plain and not torch._C._are_functorch_transforms_active()  # noqa: SLF001
     return plain and releases.missing() is None and releases.is_known()
 
 
