@@ -322,6 +322,17 @@ def test_a_second_call_with_another_mask_of_the_same_shape_uses_that_mask() -> N
             torch.testing.assert_close(tw.attention(q, k, v, mask=mask), tw.attention(q, k, v, mask=mask.dense()))
 
 
+@pytest.mark.parametrize("part", ["tiles", "bits"])
+def test_a_mask_that_was_written_into_is_refused(part: str) -> None:
+    q, mask = torch.randn(1, 1, 40, 16), TileMask.chunks(7, 40)
+    for _ in range(2):  # the second call is the cached one
+        tw.attention(q, q, q, mask=mask)
+    getattr(mask, part).zero_()
+    for call in (tw.attention, tw.explain):
+        with pytest.raises(tw.InvalidProblem, match="written into"):
+            call(q, q, q, mask=mask)
+
+
 def test_compiled_exported_and_vmapped() -> None:
     q, k, v = (torch.randn(2, 2, 300, 16, requires_grad=True) for _ in range(3))
     masks = [random_mask(300, 300), random_mask(300, 300, batch=2, seed=1)]

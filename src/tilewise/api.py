@@ -317,7 +317,7 @@ def _attend(
     about: tuple[Any, ...] = ()
     groups = None
     if mask.__class__ is TileMask:
-        tensors = (*given[:MASK], None, *given[MASK + 1 :], mask.tiles, mask.bits, mask.lists)
+        tensors = (*given[:MASK], None, *given[MASK + 1 :], *mask.parts)
         about = (mask.seqlen_q, mask.seqlen_k)
     if given[2].__class__ is Fp8Tensor:
         tensors, scales = validation.split_scales(tensors)

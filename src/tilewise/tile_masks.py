@@ -74,6 +74,8 @@ class TileMask:
     seqlen_k: int
     # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column.
     lists: Tensor | None = dataclasses.field(init=False, default=None)
+    # torch's counts of writes into tiles and bits, where it counts: not while a compiler traces or in inference mode.
+    _writes: tuple[int, int] | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         _check_parts(self)
@@ -85,6 +87,19 @@ class TileMask:
             from tilewise.backends.gpu import tile_lists
 
             object.__setattr__(self, "lists", unwrapped("TileMask.lists", tile_lists.made(self.tiles)))
+        if not (torch.compiler.is_compiling() or self.tiles.is_inference() or self.bits.is_inference()):
+            object.__setattr__(self, "_writes", (self.tiles._version, self.bits._version))  # noqa: SLF001
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Tiles, bits and lists, as kernels read them. An error if somebody has written into the first two: the tiles
+        would name other memory.
+        """
+        tiles, bits, writes = self.tiles, self.bits, self._writes
+        if writes is not None and not torch.compiler.is_compiling() and writes != (tiles._version, bits._version):  # noqa: SLF001
+            fix = "Masks never change: make another one."
+            raise InvalidProblem("mask", "a tile mask as it was made", "one whose tensors were written into", fix)
+        return tiles, bits, self.lists
 
     def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int]]:
         # Lists are made again: a mask may be loaded on another device.

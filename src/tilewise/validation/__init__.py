@@ -118,7 +118,8 @@ def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:
     mask: Any = operands.mask
     if not isinstance(mask, TileMask):
         return operands, None
-    tensors = operands._replace(mask=None, tiles=mask.tiles, tile_bits=mask.bits, tile_lists=mask.lists)
+    tiles, bits, lists = mask.parts
+    tensors = operands._replace(mask=None, tiles=tiles, tile_bits=bits, tile_lists=lists)
     return tensors, (mask.seqlen_q, mask.seqlen_k)
 
 
