@@ -30,6 +30,8 @@ from emulated_order import Clock, Written, later
 
 HERE = threading.local()
 DEADLOCK_S = 20.0
+# How late loads land at most, where they are late.
+LATE_S = 1e-3
 PACKAGE, SHARED = "tilewise.backends.hopper", "tilewise.backends.gpu"
 
 
@@ -241,7 +243,7 @@ def load_box(desc: Descriptor, corner: list[Any], barrier: Slots, target: Memory
         barrier.one.arrive(0, -desc.block_type.nbytes)
 
     def land_late() -> None:
-        time.sleep(random.random() * 1e-3)
+        time.sleep(random.random() * LATE_S)
         try:
             land()
         except AssertionError as error:

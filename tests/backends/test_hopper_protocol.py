@@ -483,6 +483,7 @@ def test_a_broken_protocol_is_found(
     """The emulator is worth something only if it fails when the protocol is broken."""
     if plant is not release_early:  # roles out of step wait for each other, which is enough
         monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)
+    monkeypatch.setattr("gluon_emulator.LATE_S", 0.1)  # not before a busy machine runs the warpgroups
     monkeypatch.setattr(emulated("counters").HostCounters, "current", lambda *_: torch.zeros(1, dtype=torch.int32))
     plant(emulated, monkeypatch)
     assert not survives(FORWARD[name], emulated, late_loads=late_loads)

@@ -114,6 +114,7 @@ def test_what_is_not_waited_for_is_found(
     """The producer must wait for released columns, a warpgroup for its tile and the other's P."""
     MODE.late_loads = method == "wait"
     monkeypatch.setattr("gluon_emulator.DEADLOCK_S", 2.0)
+    monkeypatch.setattr("gluon_emulator.LATE_S", 0.1)  # not before a busy machine runs the warpgroups
     channels = emulated("channels")
     wait = channels.Ring.wait
 
