@@ -92,8 +92,8 @@ class TileMask:
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tiles, bits and lists, as kernels read them. An error if somebody has written into the first two: the tiles
-        would name other memory.
+        """Tiles, bits and lists, as kernels read them. An error if somebody has written into the first two: a tile
+        could name bits that are not there.
         """
         tiles, bits, writes = self.tiles, self.bits, self._writes
         if writes is not None and not torch.compiler.is_compiling() and writes != (tiles._version, bits._version):  # noqa: SLF001

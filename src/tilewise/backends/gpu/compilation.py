@@ -36,7 +36,7 @@ POINTERS = {dtype: "*" + name for dtype, name in TYPE_NAMES.items()}
 CONSTANT, TILE = "constexpr", "tensordesc<"
 # Integers from here on are passed as 64 bits.
 WIDE = 2**31
-# Kernels whose names of tiles and layouts of launches are cached; a program uses a few dozen.
+# How many kernels' parameter types and launch layouts are cached; a program uses a few dozen.
 MAX_COMPILED = 1024
 
 # The position of an argument or of a tuple's element: (parameter,) or (parameter, element).
