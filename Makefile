@@ -104,7 +104,7 @@ else ifneq ($(TRITON),)
 test-stack: $(READY)
 	test -d $(OVERLAY) || $(BIN)/python $(PIP) --no-deps --target $(OVERLAY) "triton==$(TRITON)"
 	PYTHONPATH=$(OVERLAY) $(BIN)/python $(STACK_VERSIONS)
-	PYTHONPATH=$(OVERLAY) $(BIN)/python $(STACK_PYTEST) tests/backends/test_hopper_aot.py tests/backends/test_triton_aot.py -k "$(STACK_KERNELS)"
+	PYTHONPATH=$(OVERLAY) $(BIN)/python $(STACK_PYTEST) tests/backends/test_hopper_aot.py tests/backends/test_triton_aot.py tests/backends/test_gpu_launch.py -k "$(STACK_KERNELS)"
 else
 test-stack:
 	@echo "make test-stack TORCH=2.15.0 (2.10 to 2.15), or TRITON=3.9.0 (3.6 to 3.9)" && exit 2

@@ -226,3 +226,17 @@ def test_threads_share_prepared_launches(h200: FakeCuda, compiled: list[str]) ->
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert compiled == ["forward_kernel"]
+
+
+def test_masks_and_their_lists_are_made_without_a_word_of_the_compiler(h200: FakeCuda, compiled: list[str]) -> None:
+    """Like all kernels, those that make masks state every option whose default a release of Triton announces to change:
+    the warning would be an error here. One compiled kernel serves every length.
+    """
+    making, listing = (importlib.import_module(f"tilewise.backends.gpu.{name}") for name in ("mask_making", "listing"))
+    for length in LENGTHS:
+        ids = torch.zeros(2, length, dtype=torch.int64)
+        making.documents(ids, ids)
+        making.ranges(*torch.zeros(2, 1, 1, 2, length, dtype=torch.int64), length, of_queries=length % 2 == 0)
+        listing.listed(torch.zeros(1, 2, length, 3, dtype=torch.int32))
+    assert h200.launches >= 4 * len(LENGTHS)
+    assert len(compiled) <= 8  # masks of documents, of ranges of queries and of keys in two kernels each; lists in two

@@ -275,6 +275,17 @@ def _described(describe: Any, names: tuple[str, ...], sizes: Any, views: RawView
     return Pass(describe(sizes, views), names, {}, devices.of(device), index)
 
 
+def launch(calls: Iterable[KernelCall], tensors: Mapping[str, Tensor]) -> None:
+    """Launch calls once, on the device of these tensors, into which they write. No plan is cached: this is for kernels
+    that run rarely.
+    """
+    device = next(iter(tensors.values())).device
+    index = device.index if device.type == "cuda" else -1
+    once = Pass(calls, tuple(tensors), {}, devices.of(device), index)
+    launched = once(tuple(tensors.values()))
+    assert launched is not None
+
+
 def in_layout(problem: AttentionProblem, made: Mapping[str, Allocation | None]) -> dict[str, Allocation | None]:
     """What a pass makes, with results in the caller's layout."""
     if problem.layout != "bshd":

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import tiles
+from tilewise.backends.gpu.launching import launch
+from tilewise.backends.gpu.symbols import Address, KernelCall
 
 EMPTY = tl.constexpr(tiles.EMPTY)
 HEADER, GROUPS_HEADER = tl.constexpr(2), tl.constexpr(tiles.GROUPS_HEADER)
@@ -149,15 +151,20 @@ def needs_mask(kind, tile, length, is_row):
     return (kind >= 0) | (is_row & (tile == length - 1) & (kind != EMPTY))
 
 
+def listing_calls(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[KernelCall]:
+    """The kernels that list the tiles of a map with this shape and these strides, at "tiles", into "lists"."""
+    batch, heads, rows, columns = shape
+    grid = (batch * heads * (rows + columns), 1, 1)
+    given = Address("tiles", torch.int32, aligned=False), Address("lists", torch.int32), *strides, heads, rows, columns
+    kernels = (list_tiles_kernel, given), (group_tiles_kernel, (*given, batch * heads))
+    return [KernelCall(kernel, grid, dict(zip(kernel.arg_names, values, strict=True))) for kernel, values in kernels]
+
+
 def listed(tile_map: Tensor) -> Tensor:
     """What tiles.lists_of returns."""
     if tile_map.numel() == 0:
         return tiles.lists_of(tile_map)
     batch, heads, rows, columns = tile_map.shape
     found = tile_map.new_empty(tiles.sections((batch, heads, rows, columns)).words)
-    grid = (batch * heads * (rows + columns),)
-    given = tile_map, found, *tile_map.stride(), heads, rows, columns
-    with torch.cuda.device_of(tile_map):
-        list_tiles_kernel[grid](*given)
-        group_tiles_kernel[grid](*given, batch * heads)
+    launch(listing_calls(tile_map.shape, tile_map.stride()), {"tiles": tile_map, "lists": found})
     return found

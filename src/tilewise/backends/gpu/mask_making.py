@@ -10,7 +10,7 @@ only wait, and the second kernel writes their bits. A program has some neighbour
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import tiles
+from tilewise.backends.gpu.launching import launch
+from tilewise.backends.gpu.symbols import Address, KernelCall
 
 EMPTY, FULL = tl.constexpr(tiles.EMPTY), tl.constexpr(tiles.FULL)
 TILE, WORD, WORDS = tl.constexpr(tiles.TILE), tl.constexpr(tiles.WORD), tl.constexpr(tiles.WORDS)
@@ -138,30 +140,66 @@ def write_bits_kernel(
                 tl.store(bits + word * TILE, tl.sum(pairs << bit[None, :], 1))
 
 
+class Asked(NamedTuple):
+    """A mask to make: of sequences and heads, queries and keys, and of how many ranges if it is of ranges."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    ranges: int
+    kind: tl.constexpr
+
+
+def sorting_call(asked: Asked, dtype: torch.dtype) -> KernelCall:
+    """The kernel that sorts tiles into "kinds", of numbers of this dtype at "one" and "two"."""
+    return _call(sort_tiles_kernel, asked, dtype)
+
+
+def writing_call(asked: Asked, dtype: torch.dtype) -> KernelCall:
+    """The kernel that writes "bits" of the partial tiles, which "upto" counts."""
+    return _call(write_bits_kernel, asked, dtype)
+
+
+def _call(kernel: Any, asked: Asked, dtype: torch.dtype) -> KernelCall:
+    rows, columns = tiles.num_tiles(asked.seqlen_q), tiles.num_tiles(asked.seqlen_k)
+    arguments = {
+        "one_ptr": Address("one", dtype, aligned=False),
+        "two_ptr": Address("two", dtype, aligned=False),
+        **{f"{name}_ptr": Address(name, torch.int32) for name in ("kinds", "upto", "bits")},
+        "seqlen_q": asked.seqlen_q,
+        "seqlen_k": asked.seqlen_k,
+        "ranges": asked.ranges,
+        "rows": rows,
+        "columns": columns,
+        "KIND": asked.kind.value,
+    }
+    grid = (triton.cdiv(columns, NEIGHBOURS.value) * rows * asked.batch * asked.heads, 1, 1)
+    return KernelCall(kernel, grid, {name: arguments[name] for name in kernel.arg_names})
+
+
 def documents(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Map and bits of TileMask.documents; the ids are (batch, seqlen)."""
-    return _made(q, k, (q.shape[0], 1), (q.shape[1], k.shape[1]), 1, DOCUMENTS)
+    return _made(q, k, Asked(q.shape[0], 1, q.shape[1], k.shape[1], 1, DOCUMENTS))
 
 
 def ranges(starts: Tensor, ends: Tensor, seqlen: int, *, of_queries: bool) -> tuple[Tensor, Tensor]:
     """Map and bits of TileMask.from_intervals; starts and ends are (batch, heads, ranges, seqlen)."""
     batch, heads, count, own = starts.shape
     lengths = (seqlen, own) if of_queries else (own, seqlen)
-    return _made(starts, ends, (batch, heads), lengths, count, RANGES_OF_QUERIES if of_queries else RANGES_OF_KEYS)
+    return _made(
+        starts, ends, Asked(batch, heads, *lengths, count, RANGES_OF_QUERIES if of_queries else RANGES_OF_KEYS)
+    )
 
 
-def _made(
-    one: Tensor, two: Tensor, shared: tuple[int, int], lengths: tuple[int, int], count: int, kind: tl.constexpr
-) -> tuple[Tensor, Tensor]:
-    rows, columns = map(tiles.num_tiles, lengths)
-    found = torch.empty((*shared, rows, columns), dtype=torch.int32, device=one.device)
-    given: tuple[Any, ...] = one.contiguous(), two.contiguous(), found, *lengths, count, rows, columns
-    grid = (triton.cdiv(columns, NEIGHBOURS.value) * rows * shared[0] * shared[1],)
-    with torch.cuda.device_of(one):
-        sort_tiles_kernel[grid](*given, KIND=kind)
-        upto = (found.view(-1) >= 0).cumsum(0, dtype=torch.int32)
-        number = int(upto[-1])
-        bits = found.new_empty(number, tiles.WORDS * tiles.TILE)
-        if number:
-            write_bits_kernel[grid](*given, upto, bits, KIND=kind)
+def _made(one: Tensor, two: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
+    shape = asked.batch, asked.heads, tiles.num_tiles(asked.seqlen_q), tiles.num_tiles(asked.seqlen_k)
+    found = torch.empty(shape, dtype=torch.int32, device=one.device)
+    tensors = {"one": one.contiguous(), "two": two.contiguous(), "kinds": found}
+    launch([sorting_call(asked, one.dtype)], tensors)
+    upto = (found.view(-1) >= 0).cumsum(0, dtype=torch.int32)
+    number = int(upto[-1])
+    bits = found.new_empty(number, tiles.WORDS * tiles.TILE)
+    if number:
+        launch([writing_call(asked, one.dtype)], {**tensors, "upto": upto, "bits": bits})
     return found, bits
