@@ -138,7 +138,7 @@ def measure(method: Any, rows: int, repeats: int, inside: Inside) -> dict[str, A
     def forward() -> torch.Tensor:
         if method is None:
             return tw.attention(q, k, v, causal=True)
-        return context_parallel_attention(q, k, v, causal=True, method=method)
+        return context_parallel_attention(q, k, v, seqlen=rows * dist.get_world_size(), causal=True, method=method)
 
     def both() -> torch.Tensor:
         out = forward()

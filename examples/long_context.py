@@ -118,10 +118,8 @@ def sequences(setup: Setup, device: torch.device) -> Iterator[Tensor]:
 
 def spread(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's inputs, targets and positions; padding has no target."""
-    inputs, targets = (shard(t, dim=1) for t in (tokens[:, :-1], tokens[:, 1:]))
-    positions = position_ids(inputs.shape[1], device=tokens.device)
-    padding = positions >= tokens.shape[1] - 1
-    return inputs, targets.masked_fill(padding, IGNORED), positions
+    inputs, targets = shard(tokens[:, :-1], dim=1, pad=0), shard(tokens[:, 1:], dim=1, pad=IGNORED)
+    return inputs, targets, position_ids(inputs.shape[1], device=tokens.device)
 
 
 def loss_of(logits: Tensor, targets: Tensor, total: int) -> Tensor:
@@ -138,9 +136,7 @@ def train(setup: Setup, method: Any, device: torch.device, *, check: bool) -> li
     optimizer = torch.optim.AdamW(model.parameters(), setup.learning_rate)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context_parallel_attention(
-            q, k, v, causal=True, layout="bshd", method=method, seqlen=setup.seqlen, seqlen_k=setup.seqlen
-        )
+        return context_parallel_attention(q, k, v, causal=True, layout="bshd", method=method, seqlen=setup.seqlen)
 
     data = sequences(setup, device)
     losses: list[float] = []
@@ -230,7 +226,8 @@ def main() -> None:
     memory: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(memory, peak_bytes(device))
     if dist.get_rank() == 0:
-        print(f"{setup.seqlen} tokens over {dist.get_world_size()} ranks on {device.type}, {setup.steps} steps")
+        ranks = "1 rank" if dist.get_world_size() == 1 else f"{dist.get_world_size()} ranks"
+        print(f"{setup.seqlen} tokens over {ranks} on {device.type}, {setup.steps} steps")
         print(f"loss {losses[0]:.6f} -> {losses[-1]:.6f}, {setup.steps * setup.seqlen / seconds:,.0f} tokens/s")
         print("peak memory a rank: " + ", ".join(f"{size / 2**20:.0f} MiB" for size in memory))
     dist.destroy_process_group()

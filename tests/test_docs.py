@@ -98,10 +98,11 @@ def test_output_of_the_pages(page: str, arguments: list[str], output: str) -> No
 
 @pytest.mark.usefixtures("one_rank")
 def test_code_of_the_page_on_context_parallelism() -> None:
-    """With one rank, and tensors in the place of a model's."""
+    """With one rank, and tensors in the place of a model's. tests/distributed runs it on several."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/distributed.md").read_text(), re.DOTALL)
-    q = torch.randn(1, 2, 64, 16)
-    names: dict[str, Any] = {"tokens": torch.arange(64)[None], "q": q, "k": q, "v": q}
+    q = torch.randn(1, 2, 61, 16)
+    local = torch.nn.functional.pad(q, (0, 0, 0, 3))
+    names: dict[str, Any] = {"tokens": torch.arange(61)[None], "q": local, "k": local, "v": local}
     exec(compile(code.replace('"cuda", (8,)', '"cpu", (1,)'), "distributed.md", "exec"), names)
     torch.testing.assert_close(names["whole"], tilewise.attention(q, q, q, causal=True))
     assert names["positions"].tolist() == list(range(64))

@@ -93,7 +93,7 @@ def test_a_dual_level_alone_changes_nothing() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_ranks_refuse_derivatives_along_a_direction() -> None:
     with pytest.raises(tw.Unsupported, match="forward-mode derivatives"):
-        dual(lambda q: context_parallel_attention(q, q, q), randn(1, 2, 4, 4, grad=False))
+        dual(lambda q: context_parallel_attention(q, q, q, seqlen=4), randn(1, 2, 4, 4, grad=False))
 
 
 TRACED = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")

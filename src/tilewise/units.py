@@ -18,6 +18,11 @@ def format_seconds(seconds: float) -> str:
     return _scaled(seconds * 1e9, 1000, ("ns", "us", "ms", "s")) if seconds < 1000 else f"{seconds:.0f} s"
 
 
+def format_plural(count: int, noun: str) -> str:
+    """A number of things: "1 rank", "2 ranks"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     while abs(value) >= base * 0.9995 and power < len(units) - 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from behaviour import raises
+from behaviour import difference, raises
 from outcomes import outcomes_of
 from torch import Tensor
 
@@ -200,11 +200,24 @@ def bad_arguments() -> None:
 
 def disagreement() -> None:
     """In a group of its own: one that has agreed once does not compare again."""
-    group = dist.new_group()
-    whole = Whole()
-    flags = {"softcap": 3.0 if dist.get_rank() else 5.0}
+    group, whole, rank = dist.new_group(), Whole(), min(1, dist.get_rank())
+    totals = torch.arange(len(LENGTHS) + 1)
+    found = {
+        "causal": ({"causal": False}, {}, "False", "True"),
+        "softcap": ({"softcap": 5.0}, {"softcap": 3.0}, "5.0", "3.0"),
+        "scale": ({"scale": 0.5}, {}, "0.5", "None"),
+        "window": ({}, {"window": (9, 0)}, "None", "(9, 0)"),
+        "sinks": ({}, {"sinks": torch.ones(HEADS)}, "None", f"float32 ({HEADS},)"),
+        "cu_seqlens_q": ({}, {"cu_seqlens_q": totals}, "None", f"({len(totals)},)"),
+    }
     given = (whole.q, *whole.local_pages, whole.local_table, whole.seqlens, group)
-    raises(tw.InvalidProblem, "softcap: expected the same on every rank", lambda: decode(*given, **flags))
+    for name, (*flags, first, others) in found.items():
+        words = name + difference(first, others)
+        raises(tw.InvalidProblem, words, lambda flags=flags[rank]: decode(*given, **flags))  # type: ignore[misc]
+    k_pages, v_pages = whole.local_pages
+    width = DIM_V - 8 * rank
+    words = "v_pages" + difference(*(f"float32 (num_pages, 4, 2, {n})" for n in (DIM_V, DIM_V - 8)))
+    raises(tw.InvalidProblem, words, lambda: decode(whole.q, k_pages, v_pages[..., :width], *given[3:]))
 
 
 def one_bad_rank() -> None:

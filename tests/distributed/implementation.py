@@ -1,5 +1,5 @@
 """Context-parallel attention as an implementation that the conformance suite can judge: every rank has the whole case,
-computes its shard, and the results are put together again. NaN fills what the shards are padded with.
+computes its shard, and the results are put together again. Shards are padded with NaN.
 """
 
 from __future__ import annotations
@@ -10,20 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.distributed import context_parallel_attention, position_ids, shard, unshard
+from tilewise.distributed import context_parallel_attention, shard, unshard
 from tilewise.testing import Case, Inputs
 from tilewise.testing.cases import GRADIENTS
 from tilewise.testing.results import Results, dropout_seed
-
-__all__ = ["ContextParallel", "poisoned"]
-
-
-def poisoned(tensor: Tensor, group: Any, dim: int, sharding: Any) -> Tensor:
-    """This rank's shard with NaN in its padding."""
-    local = shard(tensor, group, dim=dim, sharding=sharding)
-    positions = position_ids(local.shape[dim], group, sharding=sharding)
-    padding = (positions >= tensor.shape[dim]).view([-1 if d == dim else 1 for d in range(local.dim())])
-    return torch.where(padding, torch.nan, local)
 
 
 class ContextParallel:
@@ -77,7 +67,7 @@ class ContextParallel:
         return results
 
     def _local(self, tensor: Tensor, dim: int) -> Tensor:
-        return poisoned(tensor, self.group, dim, self.sharding)
+        return shard(tensor, self.group, dim=dim, sharding=self.sharding, pad=torch.nan)
 
     def _call(self, case: Case, leaves: Inputs, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         lengths: dict[str, Any] = {"cu_seqlens": leaves.cu_seqlens_q}

@@ -77,6 +77,13 @@ def test_the_command_prints_the_forecast() -> None:
     assert plain == json.loads(json.dumps(own))
 
 
+def test_one_of_a_kind_is_singular() -> None:
+    arguments = ["explain", "--context-parallel=1", "--seqlen=1", "--heads=2", "--kv-heads=1"]
+    shown = CliRunner().invoke(build_app(), arguments).output
+    assert "1 token x 1 over 1 rank, 1 token each" in shown
+    assert "2 heads, 1 K/V head," in shown
+
+
 def test_a_length_that_is_none_is_named() -> None:
     assert CliRunner().invoke(build_app(), ["explain", "--seqlen", "many"]).exit_code != 0
 

@@ -38,9 +38,9 @@ def compare(q: Any, k: Any, v: Any, dout: Any, method: Any, flags: dict[str, Any
     whole = [t.detach().requires_grad_() for t in (q, k, v)]
     out = tw.attention(whole[0], whole[1], whole[2], **flags)
     expected = (out, *torch.autograd.grad(out, whole, dout))
-    local = [shard(t).requires_grad_() for t in (q, k, v)]
+    local = [shard(t, pad=0).requires_grad_() for t in (q, k, v)]
     part = context_parallel_attention(local[0], local[1], local[2], seqlen=SEQLEN, method=method, **flags)
-    parts = (part, *torch.autograd.grad(part, local, shard(dout)))
+    parts = (part, *torch.autograd.grad(part, local, shard(dout, pad=0)))
     for mine, theirs in zip(parts, expected, strict=True):
         got = unshard(mine, seqlen=SEQLEN)
         scale = float(theirs.float().abs().max())

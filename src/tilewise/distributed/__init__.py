@@ -1,8 +1,9 @@
 """Attention beyond one device: sequences spread over the ranks of a torch.distributed group.
 
     from tilewise.distributed import context_parallel_attention, shard
-    q, k, v = (shard(t, mesh) for t in (q, k, v))
-    out = context_parallel_attention(q, k, v, mesh, causal=True)
+    seqlen = q.shape[2]
+    q, k, v = (shard(t, mesh, pad=0) for t in (q, k, v))
+    out = context_parallel_attention(q, k, v, mesh, seqlen=seqlen, causal=True)
 
 `context_parallel_decode` serves from pages that are dealt out to the ranks. `predict` estimates time and memory of a
 step on 1 to 1024 devices, and which method is better for a link.

@@ -1,7 +1,8 @@
 """Compares the arguments of all ranks on first use: ranks that call with different arguments would deadlock.
 
-Every rank describes its call in words. The first time a rank sees a description, one number per rank is exchanged; only
-if they differ are the descriptions exchanged, and the error names what differs and on which ranks.
+Every rank describes its call in words, the function's name first. The first time a rank sees a description, one number
+per rank is exchanged; only if they differ are the descriptions exchanged, and the error names the first argument that
+differs and on which ranks.
 """
 
 from __future__ import annotations
@@ -88,6 +89,9 @@ def _difference(texts: list[Description]) -> InvalidProblem:
         for rank, table in enumerate(tables):
             values.setdefault(table.get(name, "nothing"), []).append(rank)
         if len(values) > 1:
-            got = ", ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in values.items())
+            got = ", ".join(
+                f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                for value, ranks in values.items()
+            )
             return InvalidProblem(name, "the same on every rank of the group", got, "Call with equal arguments.")
     return InvalidProblem(FAILED, "the same on every rank", "digests that differ", "Call with equal arguments.")

@@ -11,9 +11,9 @@ from torch import Tensor
 from tilewise import derivatives, validation
 from tilewise.distributed.agreement import refuse
 from tilewise.distributed.heads import heads_attention
-from tilewise.distributed.operators import Settings, Tensors, context_parallel, describe, whole_lengths
+from tilewise.distributed.operators import Settings, Tensors, context_parallel, whole_lengths
 from tilewise.distributed.scaling import best_method
-from tilewise.distributed.sharding import Sharding
+from tilewise.distributed.sharding import Sharding, check_documents, is_count
 from tilewise.distributed.transport import Group, MeshOrGroup, group_of
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.operands import Options, Window
@@ -88,13 +88,14 @@ def context_parallel_attention(
     """Exact attention of this rank's queries to the keys of all ranks of a group or one-dimensional DeviceMesh.
 
     q, k, v are this rank's shards, as made by `shard`: laid out as for `tilewise.attention`, or, with the `cu_seqlens`
-    of all documents (the same on every rank), packed rows (rows, heads, dim). All ranks hold the same number of rows;
-    `seqlen` (and `seqlen_k`, if keys differ) is the length of the whole sequence without padding. Returns this rank's
+    of all documents (the same on every rank), packed rows (rows, heads, dim). All ranks hold the same number of rows.
+    `seqlen` is the length of the whole sequence before `shard`, and `seqlen_k` that of the keys if it is another:
+    required without `cu_seqlens`, because rows behind it are padding, which must not count as keys. Returns this rank's
     rows of out, and of lse if `return_lse`; rows of padding are 0 and -inf. Differentiable in q, k, v, sinks (each rank
     gets its rows' part) and through lse; every rank must take part in the backward. Raises if arguments differ between
     ranks.
 
-        >>> out = context_parallel_attention(q, k, v, mesh["context"], causal=True)  # doctest: +SKIP
+        >>> out = context_parallel_attention(q, k, v, mesh["context"], seqlen=8192, causal=True)  # doctest: +SKIP
     """
     if unknown:
         raise validation.unexpected(context_parallel_attention, unknown)
@@ -131,13 +132,15 @@ def _checked(
             raise InvalidProblem(name, expected, repr(value), "Name one of them.")
     length: Any
     for name, length in zip(("seqlen", "seqlen_k"), lengths, strict=True):
-        is_count = isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool) and length >= 0
-        if length is not None and not is_count:
+        if length is not None and not is_count(length):
             raise InvalidProblem(name, "None or an integer >= 0", repr(length), "It is the length without padding.")
     q, k, v, slopes, sinks, _, cu_seqlens = tensors
     validation.require_tensors(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks)
     if cu_seqlens is not None:
-        validation.require_tensors(cu_seqlens=cu_seqlens)
+        check_documents(cu_seqlens)
+    elif lengths[0] is None:
+        fix = "Rows of padding count as keys otherwise. If nothing was padded, it is the rows of all ranks together."
+        raise InvalidProblem("seqlen", "the length of the whole sequence before `shard`", None, fix)
     derivatives.refuse_tangents((q, k, v, slopes, sinks))
     derivatives.refuse_tracing()
     q, k, v = validation.autocast(q, k, v)
@@ -154,10 +157,14 @@ def _checked(
         raise InvalidProblem("q", expected, f"shape {tuple(q.shape)}", fix)
     layout = options.layout if cu_seqlens is None else "packed"
     tensors = Tensors(q, k, v, slopes, sinks, seed_tensor(seed, flags.dropout), cu_seqlens)
+    world, num_heads = dist.get_world_size(group), q.shape[2 if layout == "bshd" else 1]
     if method == "auto":
-        method = _best(tensors, layout, flags.causal, dist.get_world_size(group))
+        method = _best(tensors, layout, flags.causal, world)
+    elif method == "heads" and num_heads < world:
+        reason = f"method='heads' needs at least as many query heads as ranks, {num_heads} < {world}"
+        raise Unsupported(f"{reason}; method='ring' and method='all_gather' do not")
     spread = (layout, *lengths, method, sharding)
-    how = (flags.deterministic, options.backend, grads, group.group_name)
+    how = (flags.deterministic, options.backend, grads, options.return_lse, group.group_name)
     return tensors, Settings(*flags[:6], *spread, *how)
 
 
@@ -169,13 +176,6 @@ def _best(tensors: Tensors, layout: str, causal: bool, world: int) -> str:
 
 
 def _by_heads(tensors: Tensors, settings: Settings, group: Group) -> tuple[Tensor, Tensor]:
-    world = dist.get_world_size(group)
-    documents: tuple[int, ...] | None = None
-    if not torch.compiler.is_compiling():
-        try:
-            documents = describe(tensors, settings, world)[0].documents
-        except TilewiseError as error:
-            refuse(error, group, tensors.q.device)
     rows = {"bhsd": 2, "bshd": 1, "packed": 0}[settings.layout]
-    lengths = whole_lengths(settings, world, tensors.q.shape[rows], tensors.k.shape[rows])
-    return heads_attention(tensors, settings, group, lengths, documents)
+    sizes = (dist.get_world_size(group), tensors.q.shape[rows], tensors.k.shape[rows])
+    return heads_attention(tensors, settings, group, whole_lengths(settings, *sizes))

@@ -21,6 +21,7 @@ from torch import Tensor
 from tilewise import settings, validation
 from tilewise.api import attention_paged
 from tilewise.distributed.agreement import agree, refuse
+from tilewise.distributed.sharding import in_words
 from tilewise.distributed.transport import Group, MeshOrGroup, PeerFailure, all_gather, group_of
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.fp8.container import Fp8Tensor
@@ -159,10 +160,9 @@ def context_parallel_decode(
     except TilewiseError as error:
         refuse(error, group, getattr(q, "device", torch.device("cpu")))
     described = {
-        "q": f"{tuple(q.shape)} in {q.dtype}", "heads, dims and dtype of pages": _about(k_pages, v_pages),
-        "seqlens_k": tuple(seqlens_k.shape), "cu_seqlens_q": cu_seqlens_q is None or tuple(cu_seqlens_q.shape),
-        "causal": causal, "window": window, "softcap": softcap, "scale": scale,
-        "sinks": None if sinks is None else f"{tuple(sinks.shape)} in {sinks.dtype}",
+        "call": "context_parallel_decode", "q": in_words(q), "k_pages": _pages(k_pages), "v_pages": _pages(v_pages),
+        "seqlens_k": _shape(seqlens_k), "cu_seqlens_q": _shape(cu_seqlens_q),
+        "causal": causal, "window": window, "softcap": softcap, "scale": scale, "sinks": in_words(sinks),
     }  # fmt: skip
     agree(tuple((name, str(value)) for name, value in described.items()), group, q.device)
     if rows.padding is not None:
@@ -264,9 +264,15 @@ def _count(seqlens: Tensor, page_size: int, rank: int, world: int) -> Tensor:
     return pages.clamp(min=0) * page_size + torch.where(whole % world == rank, rest, 0)
 
 
-def _about(k_pages: Pages, v_pages: Pages) -> str:
-    dtype = str((k_pages.data if isinstance(k_pages, Fp8Tensor) else k_pages).dtype)
-    return f"pages of {k_pages.shape[1]}, {tuple(k_pages.shape[2:])} and {tuple(v_pages.shape[2:])}, {dtype}"
+def _shape(tensor: Tensor | None) -> str:
+    """Of lengths, whose dtype may differ between ranks."""
+    return "None" if tensor is None else str(tuple(tensor.shape))
+
+
+def _pages(pages: Pages) -> str:
+    """Their dtype and shape but for their number, in which ranks may differ."""
+    dtype = (pages.data if isinstance(pages, Fp8Tensor) else pages).dtype
+    return f"{str(dtype).removeprefix('torch.')} (num_pages, {', '.join(map(str, pages.shape[1:]))})"
 
 
 def _merged(out: Tensor, lse: Tensor, number: int, group: Group) -> tuple[Tensor, Tensor]:

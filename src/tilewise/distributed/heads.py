@@ -7,21 +7,17 @@ need not divide evenly; a K/V head that several ranks need is sent to each of th
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tilewise import ops
-from tilewise.distributed.operators import Settings, Tensors, exchange_heads, heads_of
+from tilewise.distributed.operators import Settings, Tensors, agreed, exchange_heads, heads_of
 from tilewise.distributed.sharding import as_shards, in_order
 from tilewise.distributed.transport import Group
-from tilewise.errors import Unsupported
 from tilewise.operands import Operands
-
-# The settings that must agree between ranks: all but the last, the group.
-COMPARED = Settings._fields[:-1]
 
 
 class Assignment(NamedTuple):
@@ -46,31 +42,46 @@ def assign(rank: int, world: int, num_heads: int, num_kv_heads: int) -> Assignme
     return Assignment(first, last, tuple(distinct if even else served))
 
 
-def heads_attention(
-    tensors: Tensors, settings: Settings, group: Group, seqlens: tuple[int, int], documents: tuple[int, ...] | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's rows, computed on whole sequences; differentiable. `seqlens` exclude padding;
-    `documents`, if known, are compared with the other ranks'.
+class _Together(torch.autograd.Function):
+    """out and lse as they are, of which the backward takes both or none: every rank then runs the same exchanges in the
+    backward, also if the loss of one of them does not depend on lse.
     """
+
+    @staticmethod
+    def forward(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        del ctx, inputs, output
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+        del ctx
+        return dout, dlse
+
+
+def heads_attention(
+    tensors: Tensors, settings: Settings, group: Group, seqlens: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's rows, computed on whole sequences; differentiable. `seqlens` are `whole_lengths`."""
     heads = heads_of(settings.layout)
     q, k, v = (heads(t) for t in tensors[:3])
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    if q.shape[1] < world:
-        reason = f"method='heads' needs at least as many query heads as ranks, {q.shape[1]} < {world}"
-        raise Unsupported(f"{reason}; method='ring' and method='all_gather' do not")
+    checked = agreed(tensors, settings)
     every = [assign(r, world, q.shape[1], k.shape[1]) for r in range(world)]
     own = every[rank]
-    compared = [*zip(COMPARED, settings, strict=False), ("cu_seqlens", documents)]
-    context = ", ".join(f"{name}={value}" for name, value in compared)
     queries, keys = [list(range(a.first, a.last)) for a in every], [list(a.kv_heads) for a in every]
     whole = [
-        _to_sequences(t, some, rank, settings, length, context)
+        _to_sequences(t, some, rank, settings, length, checked)
         for t, some, length in ((q, queries, seqlens[0]), (k, keys, seqlens[1]), (v, keys, seqlens[1]))
     ]
     out, lse = _attention(whole, tensors, settings, own)
     counts = [a.num_heads for a in every]
     out = _to_shards(out, counts, rank, settings, q.shape[2], 0.0)
     lse = _to_shards(lse.unsqueeze(-1), counts, rank, settings, q.shape[2], float("-inf")).squeeze(-1)
+    if settings.return_lse and any(settings.grads):
+        out, lse = _Together.apply(out, lse)  # type: ignore[no-untyped-call]
     if settings.layout == "bshd":
         return out.transpose(1, 2), lse
     return (out[0].transpose(0, 1), lse[0]) if settings.layout == "packed" else (out, lse)
@@ -95,12 +106,12 @@ def _attention(whole: list[Tensor], tensors: Tensors, settings: Settings, own: A
 
 
 def _to_sequences(
-    tensor: Tensor, heads: list[list[int]], rank: int, settings: Settings, seqlen: int, context: str
+    tensor: Tensor, heads: list[list[int]], rank: int, settings: Settings, seqlen: int, checked: Tensor | None
 ) -> Tensor:
     """(batch, all heads, own rows, dim) to (batch, own heads, all tokens, dim)."""
     world, count = len(heads), len(heads[rank])
     sent = _selected(tensor.transpose(0, 1), [head for some in heads for head in some])
-    received = exchange_heads(sent, [len(some) for some in heads], [count] * world, settings.group, context)
+    received = exchange_heads(sent, [len(some) for some in heads], [count] * world, settings.group, checked)
     rows = received.unflatten(0, (world, count)).permute(2, 1, 0, 3, 4).flatten(2, 3)
     return in_order(rows, 2, world, settings.sharding).narrow(2, 0, seqlen)
 
@@ -122,5 +133,5 @@ def _to_shards(tensor: Tensor, counts: list[int], rank: int, settings: Settings,
         tensor = torch.cat([tensor, empty], 2)
     shards = as_shards(tensor, 2, world, settings.sharding).unflatten(2, (world, rows))
     sent = shards.permute(2, 1, 0, 3, 4).flatten(0, 1)
-    received = exchange_heads(sent, [counts[rank]] * world, counts, settings.group, "")
+    received = exchange_heads(sent, [counts[rank]] * world, counts, settings.group)
     return received.transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The `torch.library` ops: tilewise::context_parallel with its backward, and tilewise::exchange_heads.
+"""The `torch.library` ops: tilewise::context_parallel with its backward, tilewise::agree and tilewise::exchange_heads.
 
 Communication stays inside ops with their own fakes and autograd, so that torch.compile(fullgraph=True) sees one opaque
 node and every rank runs the same sequence of exchanges. Groups are passed by name.
@@ -19,12 +19,13 @@ from tilewise.distributed import blocks
 from tilewise.distributed.agreement import Description, agree, refuse
 from tilewise.distributed.blocks import Call, Saved, accumulator, sink_gradient
 from tilewise.distributed.pieces import Layout
-from tilewise.distributed.sharding import chunks_per_rank
+from tilewise.distributed.sharding import chunk_size, chunks_per_rank, in_words
 from tilewise.distributed.transport import all_to_all, group_named
 from tilewise.distributed.visits import Heads, Shards, Sums, gathered, ring
 from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.operands import Flags, Operands, Wanted
 from tilewise.totals import check_totals
+from tilewise.units import format_plural
 
 
 class Tensors(NamedTuple):
@@ -59,6 +60,7 @@ class Settings(NamedTuple):
     deterministic: bool
     backend: str
     grads: Sequence[bool]
+    return_lse: bool
     group: str
 
     def flags(self, layout: str = "bhsd") -> Flags:
@@ -71,7 +73,7 @@ SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens, bool causal, "
     "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, float dropout, str layout, "
     "SymInt? seqlen, SymInt? seqlen_k, str method, str sharding, bool deterministic, str backend, bool[] grads, "
-    "str group"
+    "bool return_lse, str group"
 )
 COUNT = len(Tensors._fields)
 
@@ -90,9 +92,23 @@ def context_parallel(tensors: Tensors, settings: Settings) -> tuple[Tensor, Tens
     return cast("tuple[Tensor, Tensor]", _OP(*tensors, *settings))
 
 
-def exchange_heads(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: str, context: str) -> Tensor:
-    """Exchange rows between ranks, see `transport.all_to_all`; differentiable. `context` is compared on first use."""
-    return cast("Tensor", _EXCHANGE(tensor, list(send), list(receive), group, context))
+def agreed(tensors: Tensors, settings: Settings) -> Tensor | None:
+    """Validate this rank's arguments and compare them with the other ranks': now, or in a compiled graph before what
+    uses the result.
+    """
+    if not torch.compiler.is_compiling():
+        _checked(tensors, settings)
+        return None
+    return cast("Tensor", _AGREE(*(None if t is None else t.detach() for t in tensors), *settings))
+
+
+def exchange_heads(
+    tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: str, after: Tensor | None = None
+) -> Tensor:
+    """Exchange rows between ranks, see `transport.all_to_all`; differentiable. A compiler keeps it behind the op that
+    makes `after`.
+    """
+    return cast("Tensor", _EXCHANGE(tensor, list(send), list(receive), group, after))
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
@@ -127,6 +143,16 @@ def _backward(
     if settings.grads[3] and tensors.sinks is not None:
         dsinks = sink_gradient(tensors.sinks, saved)
     return dq, dk, dv, dsinks
+
+
+def _agree(*args: Any) -> Tensor:
+    tensors = Tensors(*args[:COUNT])
+    _checked(tensors, Settings(*args[COUNT:]))
+    return tensors.q.new_empty(0)
+
+
+def _agree_fake(*args: Any) -> Tensor:
+    return Tensors(*args[:COUNT]).q.new_empty(0)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -176,14 +202,14 @@ def _checked(tensors: Tensors, settings: Settings) -> tuple[Shards, Call]:
     """Validate this rank's arguments, compare them with the other ranks', and describe the whole problem."""
     where, group = tensors.q.device, group_named(settings.group)
     try:
-        layout, call = describe(tensors, settings, dist.get_world_size(group))
+        layout, call = _describe(tensors, settings, dist.get_world_size(group))
     except TilewiseError as error:
         refuse(error, group, where)
     agree(_description(tensors, settings, layout), group, where)
     return Shards(layout, *tensors[:3], heads_of(settings.layout), group), call
 
 
-def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, Call]:
+def _describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, Call]:
     """The layout over ranks, and what all its pieces share. Raises InvalidProblem for an invalid call."""
     q, k, v = tensors[:3]
     packed = settings.layout == "packed"
@@ -198,7 +224,7 @@ def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, 
     _check_lengths(settings, world, rows_q, rows_k)
     seqlen, seqlen_k = whole_lengths(settings, world, rows_q, rows_k)
     if packed:
-        documents = _checked_documents(tensors, world, rows_q, rows_k)
+        documents = _checked_documents(tensors, settings, world, rows_q, rows_k)
         seqlen = seqlen_k = documents[-1]
     left, right = problem.band
     sizes = (world, settings.sharding, rows_q, rows_k, seqlen, seqlen_k, left, right, documents)
@@ -211,33 +237,53 @@ def describe(tensors: Tensors, settings: Settings, world: int) -> tuple[Layout, 
 
 
 def whole_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> tuple[int, int]:
-    """The lengths of the whole sequences of queries and keys, without padding if the caller gives them."""
-    seqlen = world * rows_q if settings.seqlen is None else settings.seqlen
-    if settings.seqlen_k is not None:
-        return seqlen, settings.seqlen_k
-    return seqlen, seqlen if rows_k == rows_q else world * rows_k
+    """The lengths of the whole sequences of queries and keys: without padding, but for packed rows, whose documents say
+    where it begins.
+    """
+    if settings.seqlen is None:
+        return world * rows_q, world * rows_k
+    return settings.seqlen, settings.seqlen if settings.seqlen_k is None else settings.seqlen_k
 
 
 def _check_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> None:
     lengths = whole_lengths(settings, world, rows_q, rows_k)
     for name, length, rows in (("seqlen", lengths[0], rows_q), ("seqlen_k", lengths[1], rows_k)):
         if rows % chunks_per_rank(settings.sharding):
-            fix = "Pad the shards: `shard` does."
+            fix = "Pad the shards: `shard` does, with pad=."
             raise InvalidProblem("q" if name == "seqlen" else "k", "an even number of rows for zigzag", rows, fix)
+        if name == "seqlen_k" and settings.seqlen is not None and settings.seqlen_k is None and rows_q != rows_k:
+            expected = f"the length of all keys before `shard`, because k has {rows_k} rows and q {rows_q}"
+            raise InvalidProblem(name, expected, None, "Without it, keys are as many as queries.")
         if not 0 <= length <= world * rows:
-            expected = f"at most {world} ranks x {rows} rows = {world * rows}"
+            expected = f"at most {format_plural(world, 'rank')} x {rows} rows = {world * rows}"
             raise InvalidProblem(name, expected, length, "It is the length of the whole sequence without padding.")
+        _check_sharded(name, length, rows, world, settings.sharding)
 
 
-def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -> tuple[int, ...]:
+def _check_sharded(name: str, length: int, rows: int, world: int, sharding: str) -> None:
+    """Refuse as many rows on one rank as the whole sequence has, unless `shard` makes them so."""
+    if length == rows > chunk_size(length, world, sharding) * chunks_per_rank(sharding):
+        fix = (
+            "If every rank has the whole sequence, `shard` it first, along the dimension of tokens; if not, pass the "
+            "length from before `shard`. If that is the length, cut off some padding before `shard`."
+        )
+        raise InvalidProblem(
+            name, f"the length of the sequence over {format_plural(world, 'rank')}", f"{rows}, one rank's rows", fix
+        )
+
+
+def _checked_documents(tensors: Tensors, settings: Settings, world: int, rows_q: int, rows_k: int) -> tuple[int, ...]:
     """The document boundaries in the whole sequence."""
-    documents = () if tensors.cu_seqlens is None else tuple(tensors.cu_seqlens.tolist())
-    if not documents:
-        fix = "Pass the running totals of the lengths of all documents of the whole sequence, the same on every rank."
-        raise InvalidProblem("cu_seqlens", "running totals that start with 0", documents, fix)
+    assert tensors.cu_seqlens is not None
+    documents = tuple(tensors.cu_seqlens.tolist())
     if rows_q != rows_k:
         raise InvalidProblem("k", f"{rows_q} rows as q has", rows_k, "Packed documents attend to themselves.")
     check_totals("cu_seqlens", documents, world * rows_q)
+    _check_sharded("cu_seqlens", documents[-1], rows_q, world, settings.sharding)
+    for name, length in (("seqlen", settings.seqlen), ("seqlen_k", settings.seqlen_k)):
+        if length not in (None, documents[-1]):
+            fix = "Leave it out: the documents say it."
+            raise InvalidProblem(name, f"None or {documents[-1]}, the last of cu_seqlens", length, fix)
     slopes = tensors.alibi_slopes
     shapes = ((tensors.q.shape[1],), (len(documents) - 1, tensors.q.shape[1]))
     if slopes is not None and tuple(slopes.shape) not in shapes:
@@ -247,27 +293,28 @@ def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -
 
 
 def _description(tensors: Tensors, settings: Settings, layout: Layout) -> Description:
-    """The call in words, by argument, without what may differ between ranks (the seed's value, the group's name)."""
-    shapes = [
-        (name, "None" if t is None else f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}")
-        for name, t in zip(Tensors._fields, tensors, strict=True)
-        if name not in ("seed", "cu_seqlens")
-    ]
-    flags = [(name, str(value)) for name, value in settings._asdict().items() if name != "group"]
-    lengths = [("seqlen", f"{layout.seqlen_q}, {layout.seqlen_k}"), ("cu_seqlens", str(layout.documents))]
-    return (*shapes, *flags, *lengths)
+    """The call in words, by argument, without what may differ between ranks (the seed's value, the group's name).
+
+    The same fields for every method, which is the last: the choice of "auto" depends on others.
+    """
+    s, wanted = settings, [name for name, want in zip(("q", "k", "v", "sinks"), settings.grads, strict=True) if want]
+    described = {
+        "call": "context_parallel_attention",
+        "q": in_words(tensors.q), "k": in_words(tensors.k), "v": in_words(tensors.v),
+        "alibi_slopes": in_words(tensors.alibi_slopes), "sinks": in_words(tensors.sinks),
+        "causal": s.causal, "window": (s.window_left, s.window_right), "scale": s.scale, "softcap": s.softcap,
+        "dropout": s.dropout, "layout": s.layout, "cu_seqlens": layout.documents, "seqlen": layout.seqlen_q,
+        "seqlen_k": layout.seqlen_k, "sharding": s.sharding, "deterministic": s.deterministic, "backend": s.backend,
+        "requires_grad": " ".join(wanted) or "none", "return_lse": s.return_lse, "method": s.method,
+    }  # fmt: skip
+    return tuple((name, str(value)) for name, value in described.items())
 
 
-def _exchange(tensor: Tensor, send: list[int], receive: list[int], group: str, context: str) -> Tensor:
-    members = group_named(group)
-    if context:
-        rest = ", ".join(map(str, tensor.shape[1:]))
-        shape = f"{str(tensor.dtype).removeprefix('torch.')} (heads, batch, rows, dim) = ({sum(send)}, {rest})"
-        agree((("flags", context), ("shape", shape)), members, tensor.device)
-    return all_to_all(tensor.contiguous(), send, receive, members)
+def _exchange(tensor: Tensor, send: list[int], receive: list[int], group: str, _after: Tensor | None) -> Tensor:
+    return all_to_all(tensor.contiguous(), send, receive, group_named(group))
 
 
-def _exchange_fake(tensor: Tensor, _send: list[int], receive: list[int], _group: str, _context: str) -> Tensor:
+def _exchange_fake(tensor: Tensor, _send: list[int], receive: list[int], _group: str, _after: Tensor | None) -> Tensor:
     return tensor.new_empty((sum(receive), *tensor.shape[1:]))
 
 
@@ -277,16 +324,17 @@ def _exchange_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _exchange_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return _EXCHANGE(gradient, ctx.receive, ctx.send, ctx.group, ""), None, None, None, None
+    return _EXCHANGE(gradient, ctx.receive, ctx.send, ctx.group, None), None, None, None, None
 
 
 def _register(library: torch.library.Library) -> None:
     gradients = "Tensor dq, Tensor dk, Tensor dv, Tensor dsinks"
     backward = f"(Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {SCHEMA}) -> ({gradients})"
-    exchange = "(Tensor tensor, SymInt[] send, SymInt[] receive, str group, str context) -> Tensor"
+    exchange = "(Tensor tensor, SymInt[] send, SymInt[] receive, str group, Tensor? after) -> Tensor"
     define = functools.partial(derivatives.define, library)
     define("context_parallel", f"({SCHEMA}) -> (Tensor out, Tensor lse)", _forward, _forward_fake)
     define("context_parallel_backward", backward, _backward, _backward_fake)
+    define("agree", f"({SCHEMA}) -> Tensor", _agree, _agree_fake)
     define("exchange_heads", exchange, _exchange, _exchange_fake)
     register = torch.library.register_autograd
     register("tilewise::context_parallel", _autograd, setup_context=_save, lib=library)
@@ -299,4 +347,5 @@ _LIBRARY = torch.library.Library("tilewise", "FRAGMENT")
 _register(_LIBRARY)
 _OP: Any = torch.ops.tilewise.context_parallel.default
 _BACKWARD: Any = torch.ops.tilewise.context_parallel_backward.default
+_AGREE: Any = torch.ops.tilewise.agree.default
 _EXCHANGE: Any = torch.ops.tilewise.exchange_heads.default

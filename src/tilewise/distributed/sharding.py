@@ -1,7 +1,7 @@
 """Which rank holds which tokens: a sequence is cut into equal chunks; each rank holds one (contiguous) or two (zigzag).
 
 Zigzag gives rank r the chunks r and 2 * world - 1 - r, an early and a late one, so that every rank has the same causal
-work. The last chunks may be padding: every shard has the same number of rows, so that all exchanges have one size.
+work. Every shard has the same number of rows, so that all exchanges have one size; the last chunks may be padding.
 
     >>> [[(c.start, c.stop) for c in shard_of(rank, 2, 4, 7, "zigzag")] for rank in range(2)]
     [[(0, 2), (6, 7)], [(2, 4), (4, 6)]]
@@ -9,15 +9,19 @@ work. The last chunks may be padding: every shard has the same number of rows, s
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tilewise import settings, validation
+from tilewise.distributed.agreement import agree
 from tilewise.distributed.transport import MeshOrGroup, all_gather, group_of
 from tilewise.errors import InvalidProblem
 from tilewise.subclasses import check_class
+from tilewise.totals import check_totals
+from tilewise.units import format_plural
 
 Sharding = Literal["zigzag", "contiguous"]
 
@@ -63,45 +67,70 @@ def shard_of(rank: int, world: int, rows: int, seqlen: int, sharding: str) -> Sh
     )
 
 
-def shard(tensor: Tensor, mesh_or_group: MeshOrGroup = None, *, dim: int = 2, sharding: Sharding = "zigzag") -> Tensor:
-    """This rank's part of a tensor that every rank has whole, cut along `dim` and padded with zeros to equal shards.
+def chunk_size(seqlen: int, world: int, sharding: str) -> int:
+    """Rows of a chunk that `shard` makes: the fewest that hold the sequence."""
+    return -(-seqlen // (world * chunks_per_rank(sharding) * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+
+
+def shard(
+    tensor: Tensor,
+    mesh_or_group: MeshOrGroup = None,
+    *,
+    dim: int = 2,
+    sharding: Sharding = "zigzag",
+    pad: float | None = None,
+) -> Tensor:
+    """This rank's part of a tensor that every rank has whole, cut along `dim` into equal shards.
 
     `dim` is 2 for (batch, heads, seqlen, dim), 1 for layout "bshd" or token ids (batch, seqlen), 0 for packed rows.
+    Shards are equal if the length is a multiple of 4 * ranks (contiguous) or 8 * ranks (zigzag). Any other length is
+    refused unless `pad` names a value to fill up with, such as a token id, or the index that a loss ignores in targets.
     Differentiable: the gradient is this rank's part, the rest is zero.
     """
     group = group_of(mesh_or_group)
     dim = _checked_dim(tensor, dim, sharding)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     seqlen = tensor.shape[dim]
-    size = -(-seqlen // (world * chunks_per_rank(sharding) * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+    size = chunk_size(seqlen, world, sharding)
+    if pad is None and (shards := world * chunks_per_rank(sharding)) * size != seqlen:
+        expected = f"a multiple of {shards * ROWS_MULTIPLE} along dim {dim}, for equal {sharding} shards"
+        fix = (
+            "Name a value to pad with (pad=0 for token ids, the loss's ignored index for targets), and pass "
+            f"seqlen={seqlen} to context_parallel_attention and unshard."
+        )
+        raise InvalidProblem("tensor", f"{expected} on {format_plural(world, 'rank')}", seqlen, fix)
+    if pad is not None and not isinstance(pad, (int, float) if tensor.is_floating_point() else int):
+        raise InvalidProblem("pad", f"None or a number that {tensor.dtype} holds", repr(pad), "It fills up shards.")
     parts = []
     for chunk in _chunks_of(rank, world, sharding):
         start, stop = (min(at * size, seqlen) for at in (chunk, chunk + 1))
         part = tensor.narrow(dim, start, stop - start)
-        missing = part.new_zeros([*part.shape[:dim], size - part.shape[dim], *part.shape[dim + 1 :]])
-        parts += [part, missing] if missing.shape[dim] else [part]
+        parts.append(part)
+        if pad is not None and size > stop - start:
+            parts.append(part.new_full([*part.shape[:dim], size - (stop - start), *part.shape[dim + 1 :]], pad))
     return torch.cat(parts, dim)
 
 
 def unshard(
-    tensor: Tensor,
-    mesh_or_group: MeshOrGroup = None,
-    *,
-    dim: int = 2,
-    seqlen: int | None = None,
-    sharding: Sharding = "zigzag",
+    tensor: Tensor, mesh_or_group: MeshOrGroup = None, *, dim: int = 2, seqlen: int, sharding: Sharding = "zigzag"
 ) -> Tensor:
     """The whole tensor on every rank, from the shards of all: the inverse of `shard`. Not differentiable.
 
-    `seqlen` is the length without padding; None keeps every row.
+    `seqlen` is the length of the whole sequence; rows of padding behind it are left out. Raises if shapes or arguments
+    differ between ranks.
     """
     group = group_of(mesh_or_group)
     dim = _checked_dim(tensor, dim, sharding)
-    _check_rows("tensor", tensor.shape[dim], sharding)
-    world = dist.get_world_size(group)
+    about = {"call": "unshard", "tensor": in_words(tensor), "dim": dim, "seqlen": seqlen, "sharding": sharding}
+    agree(tuple((name, str(value)) for name, value in about.items()), group, tensor.device)
+    world, rows = dist.get_world_size(group), tensor.shape[dim]
+    _check_rows("tensor", rows, sharding)
+    if not is_count(seqlen) or seqlen > world * rows:
+        fix = "Pass the length that the tensor had before `shard`."
+        expected = f"an integer from 0 to {format_plural(world, 'rank')} x {rows} rows = {world * rows}"
+        raise InvalidProblem("seqlen", expected, repr(seqlen), fix)
     parts = all_gather(tensor.detach().contiguous(), group).view(world, *tensor.shape).unbind(0)
-    whole = in_order(torch.cat(parts, dim), dim, world, sharding)
-    return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
+    return in_order(torch.cat(parts, dim), dim, world, sharding).narrow(dim, 0, seqlen)
 
 
 def position_ids(
@@ -114,7 +143,8 @@ def position_ids(
 ) -> Tensor:
     """The position of each of this rank's `rows` rows in the sequence, int64; for rotary embeddings and the like.
 
-    With the documents' `cu_seqlens`, the position within the document. Rows of padding continue the count.
+    `rows` is the length of this rank's shard. With the documents' `cu_seqlens`, the position within the document. Rows
+    of padding continue the count.
     """
     group = group_of(mesh_or_group)
     _check_sharding(sharding)
@@ -124,6 +154,9 @@ def position_ids(
     positions = torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device or "cpu") for chunk in chunks])
     if cu_seqlens is None:
         return positions
+    check_documents(cu_seqlens)
+    if cu_seqlens.device.type == "cpu" or settings.current().check_values:
+        check_totals("cu_seqlens", cu_seqlens.tolist(), world * rows)
     borders = cu_seqlens.to(device=positions.device, dtype=torch.int64)
     document = torch.searchsorted(borders, positions, right=True) - 1
     return positions - borders[document]
@@ -144,6 +177,25 @@ def as_shards(tensor: Tensor, dim: int, world: int, sharding: str) -> Tensor:
         return tensor
     pieces = tensor.chunk(2 * world, dim)
     return torch.cat([pieces[chunk] for chunk in chunk_order(world, sharding)], dim)
+
+
+def in_words(tensor: Tensor | None) -> str:
+    """Dtype and shape, for messages."""
+    return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def check_documents(cu_seqlens: Tensor) -> None:
+    """Raise unless it can hold running totals; their values are not read."""
+    validation.require_tensors(cu_seqlens=cu_seqlens)
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
+        fix = "Pass the running totals of the lengths of all documents, from 0 on, the same on every rank."
+        expected = "an int32 or int64 tensor of shape (documents + 1,)"
+        raise InvalidProblem("cu_seqlens", expected, in_words(cu_seqlens), fix)
+
+
+def is_count(length: Any) -> bool:
+    """Whether something is an integer from 0 on."""
+    return isinstance(length, (int, torch.SymInt)) and not isinstance(length, bool) and length >= 0
 
 
 def _check_sharding(sharding: str) -> None:
