@@ -77,6 +77,19 @@ def test_the_command_prints_the_forecast() -> None:
     assert plain == json.loads(json.dumps(own))
 
 
+def test_auto_chooses_in_a_compiled_graph_of_any_length() -> None:
+    """One graph for all lengths that have the same choice."""
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        name = scaling.best_method(2, 8, 8, x.shape[0], 64, causal=True, device="cpu", itemsize=4)
+        return x + METHODS.index(name)
+
+    compiled = torch.compile(chosen, fullgraph=True, dynamic=True, backend="eager")
+    found = {rows: float(compiled(torch.zeros(rows))[0]) for rows in (64, 65, 1000, 4096)}
+    assert found == {rows: float(chosen(torch.zeros(rows))[0]) for rows in found}
+    assert len(set(found.values())) > 1
+
+
 def test_one_of_a_kind_is_singular() -> None:
     arguments = ["explain", "--context-parallel=1", "--seqlen=1", "--heads=2", "--kv-heads=1"]
     shown = CliRunner().invoke(build_app(), arguments).output

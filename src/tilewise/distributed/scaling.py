@@ -223,8 +223,12 @@ def predict(scenario: Scenario, rates: Rates, link: Link, method: str = "ring") 
 
 def compare(scenario: Scenario, rates: Rates, link: Link) -> list[Prediction]:
     """Every method that the problem allows, fastest first."""
+    return sorted(_predictions(scenario, rates, link), key=lambda p: p.seconds)
+
+
+def _predictions(scenario: Scenario, rates: Rates, link: Link) -> list[Prediction]:
     allowed = [m for m in METHODS if m != "heads" or scenario.num_heads >= scenario.world]
-    return sorted((predict(scenario, rates, link, method) for method in allowed), key=lambda p: p.seconds)
+    return [predict(scenario, rates, link, method) for method in allowed]
 
 
 def link_between(device: str, world: int, link: str | None = None) -> Link:
@@ -244,7 +248,11 @@ def best_method(
     if world == 1 or rows == 0:
         return "ring"
     scenario = Scenario(world, rows * world, 1, num_heads, num_kv_heads, head_dim, head_dim, itemsize, causal=causal)
-    return compare(scenario, Rates.of_device(device), link_between(device, world))[0].method
+    best, *others = _predictions(scenario, Rates.of_device(device), link_between(device, world))
+    for other in others:  # torch.compile cannot trace min() over symbolic lengths
+        if other.seconds < best.seconds:
+            best = other
+    return best.method
 
 
 def _compute(scenario: Scenario, rates: Rates, backward: bool) -> tuple[float, float]:
