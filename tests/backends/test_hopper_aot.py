@@ -31,7 +31,7 @@ PARTS = 8
 
 
 class Kernel(NamedTuple):
-    """A kernel, the problem it is compiled for, and how many local accesses its hot loop may have by the pinned Triton."""
+    """A kernel, the problem it is compiled for, and the local accesses that its hot loop may have by the pinned Triton."""
 
     name: str
     family: str
@@ -65,8 +65,8 @@ KERNELS = (
     Kernel("forward_kernel", "forward", {"d": 256, **CAUSAL, "has_sinks": True, "max_logits": True}),
     Kernel("forward_wide_kernel", "forward", {"d": 512, **CAUSAL, **PAGED, "has_sinks": True}),
     Kernel("decode_kernel", "decode", {"d": 512, **PAGED}),
-    # Where a maximum is taken across warps, Triton 3.7 loads into a register in some threads only. ptxas carries what the
-    # others have in it, which nobody uses, from tile to tile: one load and one store, beside 36 KiB of keys.
+    # Where a maximum is taken across warps, Triton 3.7 loads into a register in some threads only. ptxas carries what
+    # the others have in it, which nobody uses, from tile to tile: one load and one store, beside 36 KiB of keys.
     Kernel("decode_kernel", "latent", {"num_heads": 16, **PAGED, "fp8": ("k", "v")}, spills=2),
     Kernel("decode_kernel", "latent", {"num_heads": 16, **PAGED}),
     Kernel("forward_wide_kernel", "forward", {"d": 384, "window_left": 100, "softcap": 30.0}),
