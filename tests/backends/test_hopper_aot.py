@@ -31,7 +31,7 @@ PARTS = 8
 
 
 class Kernel(NamedTuple):
-    """A kernel, the problem it is compiled for, and the local accesses that its hot loop may have by the pinned Triton."""
+    """A kernel, the problem it is compiled for, and the local accesses that the pinned Triton may put into its loop."""
 
     name: str
     family: str
