@@ -211,7 +211,8 @@ def _read(value: Any, readings: list[Reading], seen: dict[int, tuple[int, object
         seen[id(value)] = len(seen), value  # kept alive, so that no other object gets its id
         # Objects of a subclass may have attributes and methods of their own.
         if type(value) in (Tensor, Parameter) and not value.is_inference():
-            readings.append((weakref.ref(value), (value._version, value.data_ptr())))  # noqa: SLF001
+            memory = value.data_ptr(), value.shape, value.stride()
+            readings.append((weakref.ref(value), (value._version, memory)))  # noqa: SLF001
             _read(value.__dict__, readings, seen)
         elif type(value) in (tuple, list):
             readings.append((type(value), len(value)))
