@@ -205,7 +205,7 @@ def test_a_pool_that_moves(how: str) -> None:
             if how == "data":
                 buffer.data = buffer.clone()
             elif how == "set_":
-                buffer.set_(buffer.clone())
+                buffer.set_(buffer.clone())  # type: ignore[call-overload]
             else:
                 buffers[n] = buffer.clone()
     kept = [buffer.clone() for buffer in old]
