@@ -84,7 +84,8 @@ bench-gpu:
 # the GPU kernels with it.
 TORCH :=
 TRITON :=
-STACK_TESTS := tests/backends/test_conformance.py tests/backends/test_triton_interpreter.py tests/backends/test_hopper_aot.py
+STACK_TESTS := tests/backends/test_conformance.py tests/backends/test_triton_interpreter.py tests/backends/test_hopper_aot.py \
+	tests/integrations/test_flex.py tests/integrations/test_signatures.py
 STACK_PYTEST := -m pytest -q -n 2 --dist loadgroup --timeout 600 -m "not exhaustive"
 # Without what is the same by every release: which rows tables have, which products there are, A100 beside H200.
 STACK_KERNELS := not (table or absent or three_products or a100-64)

@@ -141,8 +141,8 @@ def refuse_tracing() -> None:
     """
     if not torch.compiler.is_compiling() and torch._C._is_tracing():  # noqa: SLF001
         raise Unsupported(
-            "torch.jit.trace cannot record attention: the kernels are not operators of TorchScript. Use torch.compile, "
-            "or torch.export (torch.onnx.export(..., dynamo=True) is made of it)"
+            "torch.jit.trace cannot record attention: the kernels are not operators of TorchScript. Use torch.compile "
+            "or torch.export. ONNX has no such operators either: export the model with torch's own attention"
         )
 
 

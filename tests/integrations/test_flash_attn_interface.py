@@ -376,11 +376,30 @@ def test_an_fp8_cache_comes_with_its_descales(kind: str) -> None:
         assert torch.equal(v_cache[:, :5].view(torch.uint8), v[:, :5].view(torch.uint8))
 
 
+@pytest.mark.parametrize("tables", [E4M3, torch.bfloat16, torch.float32], ids=str)
+def test_fp8_queries_and_keys_are_turned_and_rounded_again(tables: torch.dtype) -> None:
+    fp8 = torch.float8_e4m3fn
+    q, k_new, v_new, cache = (randn(2, n, 2, 16, seed=n).to(fp8) for n in (1, 2, 3, 8))
+    k_new, v_new = k_new[:, :1], v_new[:, :1]
+    k_new[0, 0, 0, :2] = torch.tensor(448.0)  # turned, it is beyond e4m3
+    angles = randn(8, 4) * 3
+    cos, sin = angles.cos().to(tables), angles.sin().to(tables)
+    found, other = cache.clone(), cache.clone()
+    descales: dict[str, Any] = {f"{n}_descale": torch.full((2, 2), 0.5) for n in "qkv"}
+    flags: dict[str, Any] = {"cache_seqlens": int32(3, 5), "causal": True, **descales}
+    turned = fa3.flash_attn_with_kvcache(q, found, found.clone(), k_new, v_new, rotary_cos=cos, rotary_sin=sin, **flags)
+    rounded = []
+    for t in (q, k_new):
+        wide = fa2.layers.rotary.apply_rotary_emb(t.float(), cos.float(), sin.float(), True, seqlen_offsets=int32(3, 5))
+        rounded.append(wide.clamp(-448, 448).to(fp8))
+    plain = fa3.flash_attn_with_kvcache(rounded[0], other, other.clone(), rounded[1], v_new, **flags)
+    assert torch.equal(turned, plain)  # type: ignore[arg-type]
+    assert torch.equal(found.view(torch.uint8), other.view(torch.uint8))
+    assert not found.float().isnan().any()
+
+
 def test_fp8_caches_refuse_what_they_cannot_take() -> None:
     q, cache = (randn(1, n, 2, 8).to(torch.float8_e4m3fn) for n in (1, 4))
-    cos = torch.zeros(8, 4)
-    with pytest.raises(tw.Unsupported, match="before they are quantised"):
-        fa3.flash_attn_with_kvcache(q, cache, cache, q, q, rotary_cos=cos, rotary_sin=cos, cache_seqlens=2)
     with pytest.raises(tw.InvalidProblem, match="q: expected float8_e4m3fn"):
         fa3.flash_attn_with_kvcache(q.float(), cache, cache, cache_seqlens=int32(2))
     with pytest.raises(tw.InvalidProblem, match=r"k: expected dtype torch\.float8_e4m3fn"):

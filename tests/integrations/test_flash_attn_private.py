@@ -249,6 +249,75 @@ def test_forward_of_fa3_appends_to_caches_and_reads_pages() -> None:
         fa3._flash_attn_forward(q, new, new, out_=torch.empty(1))
 
 
+def test_the_number_of_splits_of_packed_sequences() -> None:
+    """flash-attn takes 0 and 1 here, and refuses more."""
+    q, pages = randn(3, 4, 8), randn(4, 2, 2, 8)
+    given: dict[str, Any] = private({}) | {"cu_seqlens_q": int32(0, 2, 3), "cu_seqlens_k": int32(0, 3, 5)}
+    given |= {"max_seqlen_q": 2, "max_seqlen_k": 3, "block_table": int32([0, 1], [3, 2])}
+    want = fa2._flash_attn_varlen_forward(q, pages, pages, **given)[0]
+    for number in (0, 1):
+        assert torch.equal(fa2._flash_attn_varlen_forward(q, pages, pages, **given, num_splits=number)[0], want)
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        fa2._flash_attn_varlen_forward(q, pages, pages, **given, num_splits=2)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_functions_of_the_compiled_extension(packed: bool) -> None:
+    """What flash-attn's interface imports as flash_attn_gpu."""
+    gpu = fa2.flash_attn_gpu
+    flags = {"causal": True, "window_size": (2, 1), "softcap": 2.0, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.7])}
+    given = private(flags)
+    sides = given["window_size_left"], given["window_size_right"]
+    shape_q, shape_k = ((7, 4, 8), (11, 2, 8)) if packed else ((2, 5, 4, 8), (2, 7, 2, 8))
+    q, k, v, dout = (randn(*s, seed=i) for i, s in enumerate((shape_q, shape_k, shape_k, shape_q)))
+    head: tuple[Any, ...]
+    into, slopes, scale = torch.empty_like(q), given["alibi_slopes"], given["softmax_scale"]
+    if packed:
+        want = fa2._flash_attn_varlen_forward(q, k, v, *TOTALS, 5, 5, **given)
+        head, tail = (*TOTALS, None, None, None, slopes, 5, 5, 0.0, scale, False), (True, *sides, 2.0, False)
+        found = gpu.varlen_fwd(q, k, v, into, *head, *tail, None)
+        lengths: tuple[Any, ...] = (*TOTALS, slopes, 5, 5, 0.0, scale, False)
+    else:
+        want = fa2._flash_attn_forward(q, k, v, **given, return_softmax=False)
+        head, tail = (slopes, 0.0, scale), (True, *sides, 2.0, False)
+        found = gpu.fwd(q, k, v, into, *head, *tail, None)
+        lengths = (slopes, 0.0, scale)
+    assert found[0] is into
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+    saved = (dout, q, k, v, *want[:2])
+    written = [torch.empty_like(t) for t in (q, k, v)]
+    private_backward = fa2._flash_attn_varlen_backward if packed else fa2._flash_attn_backward
+    totals = (*TOTALS, 5, 5) if packed else ()
+    softmax_d = private_backward(*saved, *written, *totals, **given, deterministic=False)
+    backward = gpu.varlen_bwd if packed else gpu.bwd
+    *gradients, sums = backward(*saved, None, None, None, *lengths, *tail, None, None)
+    for a, b in zip((*gradients, sums), (*written, softmax_d), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="generator` argument is no longer supported"):
+        backward(*saved, None, None, None, *lengths, *tail, 1, None)
+    with pytest.raises(RuntimeError, match="generator` argument is no longer supported"):
+        (gpu.varlen_fwd if packed else gpu.fwd)(q, k, v, None, *head, *tail, 1)
+
+
+def test_a_cache_of_the_compiled_extension() -> None:
+    q, new, cache = randn(2, 1, 4, 8), randn(2, 1, 2, 8, seed=1), randn(2, 6, 2, 8, seed=2)
+    angles = randn(6, 4)
+    into, lengths, a, b = torch.empty_like(q), int32(3, 5), cache.clone(), cache.clone()
+    rotary = angles.cos(), angles.sin()
+    out, lse = fa2.flash_attn_gpu.fwd_kvcache(
+        *(q, a, a.clone(), new, new, lengths, *rotary, None, None, None, None, into, 0.3, True, -1, -1, 0.0, False, 0)
+    )
+    want = fa2.flash_attn_with_kvcache(
+        q, b, b.clone(), new, new, *rotary, lengths, softmax_scale=0.3, causal=True, rotary_interleaved=False,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    assert out is into
+    assert torch.equal(out, want[0])
+    assert torch.equal(lse, want[1])
+    assert torch.equal(a, b)
+
+
 @pytest.fixture
 def operators() -> Iterator[Any]:
     flash_attn_3.register_ops()
@@ -264,6 +333,19 @@ def test_the_operators_of_fa3_are_registered_by_a_call_and_never_by_an_import() 
     flash_attn_3.unregister_ops()
     flash_attn_3.unregister_ops()
     assert not hasattr(torch.ops.flash_attn_3, "fwd")
+
+
+def test_installing_fa3s_module_registers_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As importing FA3's does; libraries that import it call the operators."""
+    flash_attn_interface.install()
+    assert hasattr(torch.ops.flash_attn_3, "fwd")
+    flash_attn_interface.install()
+    flash_attn_interface.uninstall()
+    assert not hasattr(torch.ops.flash_attn_3, "fwd")
+    monkeypatch.setattr("tilewise.integrations.flash_operators.is_installed", lambda: True)
+    flash_attn_interface.install()
+    assert not hasattr(torch.ops.flash_attn_3, "fwd"), "those of an installed FA3 are its own"
+    flash_attn_interface.uninstall()
 
 
 def test_the_operators_of_an_installed_fa3_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -200,6 +201,32 @@ def test_results_as_torch_returns_them() -> None:
     assert torch.equal(aux.lse, lse)
 
 
+@pytest.mark.parametrize("name", ["flex_attention", "create_block_mask"])
+def test_the_signatures_are_torchs(name: str) -> None:
+    """Of this release of torch; what a later one added may follow."""
+    mine = inspect.signature(getattr(flex, name)).parameters
+    torchs = inspect.signature(getattr(theirs, name)).parameters
+    shapes = [[(p.name, p.default, p.kind) for p in each.values()] for each in (mine, torchs)]
+    if name == "create_block_mask":
+        assert shapes[0][: len(shapes[1])] == shapes[1]
+    else:
+        assert shapes[0] == shapes[1]
+
+
+def test_what_tunes_torchs_kernels_changes_nothing() -> None:
+    q, k, v = operands()
+    documented = theirs.FlexKernelOptions.__annotations__  # by this release of torch
+    options = {prefix + name: 64 for name in documented for prefix in ("", "fwd_", "bwd_")}
+    assert "fwd_BLOCK_M" in options
+    found, want = flex_attention(q, k, v, kernel_options=options), flex_attention(q, k, v)
+    assert torch.equal(found, want)  # type: ignore[arg-type]
+    want_mask = create_block_mask(prefix_lm, None, None, 300, 300, device="cpu").dense()
+    stored = {"separate_full_blocks": False, "compute_dq_write_order": True, "dq_kv_order": False, "_compile": True}
+    for size in (64, (32, 256), [128, 64]):
+        mask = create_block_mask(prefix_lm, None, None, 300, 300, "cpu", size, **stored)  # type: ignore[arg-type]
+        assert torch.equal(mask.dense(), want_mask)
+
+
 def test_what_is_refused_says_what_to_do() -> None:
     q, k, v = operands()
     with pytest.raises(tw.Unsupported, match=r"ScoreMod\(softcap="):
@@ -210,12 +237,16 @@ def test_what_is_refused_says_what_to_do() -> None:
         flex_attention(q, k, v, return_lse=True, return_aux=theirs.AuxRequest(lse=True))
     with pytest.raises(tw.InvalidProblem, match="return_aux: expected an AuxRequest"):
         flex_attention(q, k, v, return_aux=True)  # type: ignore[arg-type]
-    with pytest.raises(tw.InvalidProblem, match="kernel_options"):
-        flex_attention(q, k, v, kernel_options={"BLOCK_M": 64})
+    for name in ("SM_SCALE", "OUTPUT_MAX", "FLOAT32_PRECISION", "fwd_V_HEAD_DIM", "new in some release"):
+        with pytest.raises(tw.InvalidProblem, match=rf"kernel_options: .*got \['{name}'\]"):
+            flex_attention(q, k, v, kernel_options={"BLOCK_M": 64, name: 1})
+    with pytest.raises(tw.InvalidProblem, match="kernel_options: expected a dict"):
+        flex_attention(q, k, v, kernel_options=["BLOCK_M"])  # type: ignore[arg-type]
     with pytest.raises(tw.InvalidProblem, match="enable_gqa"):
         flex_attention(q, k[:, :2], v[:, :2])
-    with pytest.raises(tw.InvalidProblem, match="BLOCK_SIZE"):
-        create_block_mask(prefix_lm, None, None, 5, 5, device="cpu", BLOCK_SIZE=64)
+    for size in (0, (128,), (128, -1), 1.5, None):
+        with pytest.raises(tw.InvalidProblem, match="BLOCK_SIZE"):
+            create_block_mask(prefix_lm, None, None, 5, 5, device="cpu", BLOCK_SIZE=size)  # type: ignore[arg-type]
     with pytest.raises(tw.InvalidProblem, match="KV_LEN"):
         create_block_mask(prefix_lm, None, None, 5, -5, device="cpu")
     with pytest.raises(tw.InvalidProblem, match="block_mask: expected a tile mask of 300"):

@@ -194,6 +194,42 @@ def test_a_cache_in_e4m3(scales: tuple[Tensor | None, Tensor | None], layout: st
     live(Engine(torch.bfloat16, is_e4m3=True, scales=scales, layout=layout))
 
 
+@pytest.mark.parametrize("how", ["data", "set_", "another tensor"])
+def test_a_pool_that_moves(how: str) -> None:
+    """A pool that is offloaded and comes back may have other memory."""
+    engine = Engine()
+    engine.step(ForwardMode.EXTEND, [1, 2], [19, 4])
+    old = [buffer.detach() for buffer in (*engine.pool.k_buffer, *engine.pool.v_buffer)]
+    for buffers in (engine.pool.k_buffer, engine.pool.v_buffer):
+        for n, buffer in enumerate(buffers):
+            if how == "data":
+                buffer.data = buffer.clone()
+            elif how == "set_":
+                buffer.set_(buffer.clone())  # type: ignore[call-overload]
+            else:
+                buffers[n] = buffer.clone()
+    kept = [buffer.clone() for buffer in old]
+    engine.step(ForwardMode.DECODE, [1, 2], [1, 1])
+    engine.check()
+    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(old, kept, strict=True))
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "in place, bf16"])
+def test_scales_that_change(how: str) -> None:
+    scale = torch.tensor(2.0**-6, dtype=torch.bfloat16 if "bf16" in how else torch.float32)
+    engine = Engine(torch.bfloat16, is_e4m3=True, scales=(scale, torch.tensor(2.0**-6)))
+    engine.step(ForwardMode.EXTEND, [1], [19])
+    if how == "data":
+        scale.data = scale * 2.0
+    else:
+        scale.mul_(2.0)
+    before = [rows[1].clone() for rows in engine.keys]
+    engine.step(ForwardMode.DECODE, [1], [1])
+    for rows, old in zip(engine.keys, before, strict=True):  # old keys count twice now
+        rows[1][:-1] = 2.0 * engine.stored(old, scale / 2.0).bfloat16()
+    engine.check()
+
+
 def test_encoders_see_both_directions() -> None:
     engine = Engine(layer_options={"attn_type": AttentionType.ENCODER_ONLY})
     engine.step(ForwardMode.EXTEND, [1, 2], [11, 3])

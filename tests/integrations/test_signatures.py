@@ -36,7 +36,7 @@ _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left,
     alibi_slopes, return_softmax)
 _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
     causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-    block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False)
+    block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0)
 _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
     window_size_right, softcap, alibi_slopes, deterministic, rng_state=None)
 _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,

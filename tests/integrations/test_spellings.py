@@ -11,15 +11,17 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
+from tilewise.integrations import diffusers, flex, sdpa
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
-from tilewise.integrations import sdpa
+from tilewise.integrations.flash_attn import bert_padding, cute
 from tilewise.integrations.flash_attn.layers.rotary import apply_rotary_emb
 
 X = torch.randn(2, 8, 4, 16, generator=torch.Generator().manual_seed(0))
 ROWS = X[:, :3].flatten(0, 1)
 TOTALS = torch.tensor([0, 2, 6], dtype=torch.int32)
 PAGES = torch.zeros(4, 8, 4, 16)
+TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
 FIVE = torch.tensor([5, 5], dtype=torch.int32)
 
 
@@ -166,3 +168,40 @@ def test_rows_in_use_of_fake_tensors_are_not_read() -> None:
         starts, used = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([2, 3], dtype=torch.int32)
         out: Any = fa3.flash_attn_varlen_func(q, q, q, starts, starts, 3, 3, seqused_k=used)
     assert out.shape == q.shape
+
+
+PARTS = X[:, :, :3]
+# What each original refuses with RuntimeError (a check in C++) or ValueError.
+WRONG: dict[str, tuple[str, Any]] = {
+    "flash_attn_func": ("k", lambda: fa2.flash_attn_func(X, X[..., :8], X)),
+    "packed": ("qkv", lambda: fa2.flash_attn_qkvpacked_func(X)),
+    "packed varlen": ("kv", lambda: fa2.flash_attn_varlen_kvpacked_func(ROWS, ROWS, TOTALS, TOTALS, 4, 4)),
+    "varlen": ("cu_seqlens_q", lambda: fa2.flash_attn_varlen_func(ROWS, ROWS, ROWS, TOTALS.long()[:0], TOTALS, 4, 4)),
+    "more than the table has": (
+        "block_table",
+        lambda: fa2.flash_attn_with_kvcache(X[:, :1], PAGES, PAGES, cache_seqlens=FIVE * 2, block_table=TABLE),
+    ),
+    "appended to a full table": (
+        "block_table",
+        lambda: fa2.flash_attn_with_kvcache(
+            X[:, :1], PAGES, PAGES, X[:, :1], X[:, :1], cache_seqlens=FIVE + 3, block_table=TABLE
+        ),
+    ),
+    "FA3": ("k", lambda: fa3.flash_attn_func(X, X[..., :8], X)),
+    "FA3 packed": ("num_heads_q", lambda: fa3.flash_attn_qkvpacked_func(X)),
+    "FA3 combine": ("lse_partial", lambda: fa3.flash_attn_combine(X, X)),
+    "FA4": ("k", lambda: cute.flash_attn_func(X, X[..., :8], X)),
+    "unpad_input": ("attention_mask", lambda: bert_padding.unpad_input(X, X[:, :3, 0, 0] > 0)),
+    "apply_rotary_emb": ("cos", lambda: apply_rotary_emb(X, torch.ones(3, 4), torch.ones(3, 4))),
+    "sdpa": ("key", lambda: sdpa.scaled_dot_product_attention(X, X[..., :8], X)),
+    "flex": ("key", lambda: flex.flex_attention(X, X[:, :3], X[:, :3])),
+    "diffusers": ("key", lambda: diffusers.attend(X, PARTS, PARTS)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_errors_that_callers_of_the_original_catch(name: str) -> None:
+    argument, call = WRONG[name]
+    for kind in (RuntimeError, ValueError, tw.InvalidProblem):
+        with pytest.raises(kind, match=argument):
+            call()

@@ -270,10 +270,12 @@ def test_a_mask_of_the_caller_is_all_of_the_mask(dtype: torch.dtype) -> None:
     keep = torch.rand(1, 1, 19, 19, generator=torch.Generator().manual_seed(0)) < 0.5
     keep |= torch.eye(19, dtype=torch.bool)
     added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+    mask = keep if dtype == torch.bool else added
     with torch.no_grad():
-        expected = model(tokens(1, 19), attention_mask=added).logits
+        model.set_attn_implementation("sdpa")  # eager attention adds a boolean mask as 0 and 1
+        expected = model(tokens(1, 19), attention_mask=mask).logits
         model.set_attn_implementation(NAME)
-        mine = model(tokens(1, 19), attention_mask=keep if dtype == torch.bool else added).logits
+        mine = model(tokens(1, 19), attention_mask=mask).logits
     torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
 
 

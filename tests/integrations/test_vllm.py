@@ -463,14 +463,40 @@ def test_pages_that_nobody_shares_make_no_groups(classes: Any) -> None:
     assert engine.batch.shared_prefix is None
 
 
-def test_a_cache_that_is_replaced(classes: Any) -> None:
-    """Views of the old one are not used again."""
+@pytest.mark.parametrize("how", ["another tensor", "data", "set_", "strides"])
+def test_a_cache_that_is_replaced(classes: Any, how: str) -> None:
+    """Views of the old memory are not used again, also where the tensor is the same object."""
     engine = Engine(classes)
     a = engine.add()
     engine.step([a], [20])
-    engine.cache = engine.cache.clone()
+    old, new = engine.cache.detach(), engine.cache.clone(memory_format=torch.preserve_format)
+    if how == "another tensor":
+        engine.cache = new
+    elif how == "data":
+        engine.cache.data = new
+    elif how == "set_":
+        engine.cache.set_(new)  # type: ignore[call-overload]
+    else:  # at the same address, heads and rows in another order
+        rows = old.clone().contiguous()
+        old.untyped_storage().copy_(rows.untyped_storage())
+        engine.cache.as_strided_(rows.shape, rows.stride())
+    kept = None if how == "strides" else old.clone()
     engine.step([a], [1])
     engine.check()
+    if kept is not None:
+        assert torch.equal(old.nan_to_num(9), kept.nan_to_num(9)), "the old memory was written"
+
+
+def test_scales_that_move(classes: Any) -> None:
+    scales = torch.tensor(2.0**-6), torch.tensor(2.0**-5)
+    engine = Engine(classes, scales=scales, impl_options={"kv_cache_dtype": "fp8"})
+    a = engine.add()
+    engine.step([a], [20])
+    engine.layer._k_scale.data = scales[0] * 2.0
+    keys = engine.keys[a].clone()
+    engine.step([a], [1])
+    engine.keys[a][:-1] = 2.0 * engine.stored(keys, scales[0] / 2.0)  # old keys count twice now
+    torch.testing.assert_close(engine.output.double(), engine.expected(), atol=0.1, rtol=0.1)
 
 
 def test_a_run_without_metadata_gives_zeros(classes: Any) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from tilewise import settings
 from tilewise.api import attention, attention_after, attention_paged
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.fp8.container import E4M3
+from tilewise.fp8.container import E4M3, E4M3_MAX
 from tilewise.integrations.flash import Descales
 from tilewise.integrations.translation import check_integers, number_of, places, require_tensors
 from tilewise.kv.writing import write_rows
@@ -166,8 +166,12 @@ class Rotary(NamedTuple):
         return cls(cos, sin, interleaved, spread, offsets)
 
     def turn(self, x: Tensor, position: Tensor) -> Tensor:
-        """Rotate x (..., heads, dim) by the positions (...)."""
-        return rotate(x, self.cos[position], self.sin[position], interleaved=self.interleaved)
+        """Rotate x (..., heads, dim) by the positions (...). e4m3 is rounded to e4m3 again, as in FA3."""
+        if x.dtype != E4M3:
+            return rotate(x, self.cos[position], self.sin[position], interleaved=self.interleaved)
+        cos, sin = self.cos.float()[position], self.sin.float()[position]
+        turned = rotate(x.float(), cos, sin, interleaved=self.interleaved)
+        return turned.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 @torch.no_grad()
@@ -301,7 +305,7 @@ def _appending(
         sequence, position, k, v = sequence[inside], position[inside], k[inside], v[inside]
         turned = None if turned is None else (turned[0], turned[1][inside])
     slots = store.slots(sequence, position)
-    fix = "Give the sequence more room in the cache (or more pages in its table)."
+    fix = "Give the sequence more room in the cache, or more pages in block_table."
     bounds = [_Bound("cache_seqlens", position, store.capacity, "tokens of capacity", fix)]
     if store.table is not None:
         number = store.k.shape[0] * store.k.shape[1]

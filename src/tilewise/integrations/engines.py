@@ -36,6 +36,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 Role = Literal["decoder", "encoder", "cross"]
 Pages = Tensor | Fp8Tensor
 Cache = Tensor | tuple[Tensor, Tensor]
+# Address, shape, strides and dtype of tensors.
+Memory = list[tuple[int, torch.Size, tuple[int, ...], torch.dtype] | None]
 # Cells of an int8 cache are multiples of this, so that kernels load 16 bytes at a time.
 CELL_BYTES, SCALE_BYTES = 16, 4
 # With fewer sequences that decode, a second call takes longer than they do beside prompts.
@@ -193,13 +195,10 @@ class Spans:
 
 
 class _Pages(NamedTuple):
-    """The views of a cache, and the cache and scales that they were made of: `written` takes new rows, as bytes of e4m3
-    codes, `attended` is what attention reads, `scales` are those of 8 bits.
+    """The views of a cache: `written` takes new rows, as bytes of e4m3 codes, `attended` is what attention reads,
+    `scales` are those of 8 bits.
     """
 
-    kv_cache: Cache
-    k_scale: Tensor | None
-    v_scale: Tensor | None
     written: tuple[Tensor, Tensor]
     attended: tuple[Pages, Pages]
     scales: tuple[Tensor, ...]
@@ -254,7 +253,8 @@ class Layer:
         self._alibi: Tensor | None = None
         left = None if window is None else window - 1
         self._windows = {True: None if left is None else (left, 0), False: None if left is None else (left, left)}
-        self._pages: _Pages | None = None
+        self._seen: _Pages | None = None
+        self._memory: Memory = []
 
     def pages(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> _Pages:
         """The views of a cache that `write` and `attend` use."""
@@ -280,7 +280,7 @@ class Layer:
         rows = (k if self.latent_values is None else k[..., self.latent_values :], v)
         written = (rows[0].view(torch.uint8), v.view(torch.uint8)) if self.is_e4m3 else rows
         row_shapes = tuple(pages.shape[2:] for pages in rows)
-        return _Pages(kv_cache, k_scale, v_scale, written, attended, scales, row_shapes, k.shape[1])
+        return _Pages(written, attended, scales, row_shapes, k.shape[1])
 
     def _apart(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a tensor that has both."""
@@ -313,11 +313,14 @@ class Layer:
         return Fp8Tensor(pages, scale.reshape(1, -1, 1).expand(shape), "page", "paged")
 
     def _of(self, kv_cache: Cache, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> _Pages:
-        """`pages`, remembered while the cache and its scales are the same objects."""
-        known = self._pages
-        if known is None or not (known[0] is kv_cache and known[1] is k_scale and known[2] is v_scale):
-            known = self._pages = self.pages(kv_cache, k_scale, v_scale)
-        return known
+        """`pages`, remembered while the cache and its scales have the same memory, which the views keep allocated."""
+        if self.is_e4m3 or isinstance(kv_cache, tuple):
+            memory = memory_of(*(kv_cache if isinstance(kv_cache, tuple) else (kv_cache,)), k_scale, v_scale)
+        else:  # written out, because each layer asks twice in each step
+            memory = [(kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)]
+        if self._seen is None or self._memory != memory:
+            self._seen, self._memory = self.pages(kv_cache, k_scale, v_scale), memory
+        return self._seen
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Cache, slots: Tensor, *scales: Tensor) -> None:
         """Store rows of k and v (tokens, num_kv_heads, dim) in their slots. Rows past the slots are padding."""
@@ -430,6 +433,11 @@ class Layer:
         if self._alibi is None or self._alibi.device != device:
             self._alibi = torch.tensor(self._slopes, dtype=torch.float32, device=device)
         return self._alibi
+
+
+def memory_of(*tensors: Tensor | None) -> Memory:
+    """The memory that tensors have now. A tensor may get another: by `.data = `, `set_` or `as_strided_`."""
+    return [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
 
 
 def int8_cell(head_dim: int, head_dim_v: int) -> int:

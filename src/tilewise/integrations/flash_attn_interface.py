@@ -19,7 +19,7 @@ from torch import Tensor
 from tilewise.api import attention, attention_varlen
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
-from tilewise.integrations import cache, flash, translation
+from tilewise.integrations import cache, flash, flash_operators, translation
 from tilewise.integrations.flash import Descale, Descales, gradients_refused, rescaled
 from tilewise.integrations.translation import CACHE_NAMES, FLASH_NAMES, UNBOUNDED, worded
 from tilewise.numerics import merge_all
@@ -40,13 +40,27 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 
 def install(*, force: bool = False) -> None:
-    """Make `import flash_attn_interface` resolve to this module in this process, until `uninstall`."""
+    """Make `import flash_attn_interface` resolve to this module in this process, until `uninstall`.
+
+    The operators `torch.ops.flash_attn_3` are registered too, as FA3's module does, unless flash-attn 3 is installed:
+    then they are its own.
+    """
     flash.put_in_place({"flash_attn_interface": sys.modules[__name__]}, force=force)
+    register_operators()
 
 
 def uninstall() -> None:
     """Undo `install`; a displaced flash_attn_interface comes back."""
+    flash_operators.unregister()
     flash.take_out({"flash_attn_interface": sys.modules[__name__]})
+
+
+def register_operators() -> bool:
+    """Register `torch.ops.flash_attn_3`. False if flash-attn 3 is installed, whose own they are."""
+    if flash_operators.is_installed():
+        return False
+    flash_operators.register(_flash_attn_forward, _flash_attn_backward, flash_attn_combine)
+    return True
 
 
 @worded()
@@ -128,6 +142,7 @@ def attend(
     return rescaled(out, out_scale), lse
 
 
+@worded()
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -232,15 +247,13 @@ def flash_attn_with_kvcache(
 
     With `return_softmax_lse` the result is (out, lse, out_accum, lse_accum) as in FA3; the accumulators are empty,
     because splits are merged inside the kernel. FP8 q, k, v and caches come with their descales, are appended unchanged
-    and give bf16 out. `qv` needs a cache that holds k right behind v, as columns of one tensor. Rejects rotary tables
-    together with FP8.
+    and give bf16 out; rotary tables turn them in fp32, and they are rounded to e4m3 again. `qv` needs a cache that
+    holds k right behind v, as columns of one tensor.
     """
     del scheduler_metadata, num_splits, pack_gqa, sm_margin
     translation.require_tensors(q=q)
     if qv is not None:
         translation.require_tensors(qv=qv)
-    if q.dtype == E4M3 and rotary_cos is not None:
-        raise Unsupported("rotary tables with FP8: turn q and k before they are quantised")
     attention_chunk = _chunk_of(attention_chunk)
     store = cache.Store(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
     flags = flash.flags_of(softmax_scale, causal, window_size, softcap, False)
@@ -259,6 +272,7 @@ def flash_attn_with_kvcache(
     return (out, lse, *_accumulators(out)) if return_softmax_lse else out
 
 
+@worded()
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -314,6 +328,7 @@ def get_scheduler_metadata(
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
+@worded()
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,

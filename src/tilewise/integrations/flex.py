@@ -33,6 +33,13 @@ NAMES = {
     "q": "query", "k": "key", "v": "value", "mask": "block_mask", "fn": "mask_mod", "seqlen_q": "Q_LEN",
     "seqlen_k": "KV_LEN", "batch": "B", "heads": "H",
 }  # fmt: skip
+# Options of torch's kernels that change speed and rounding, not results. Some are promises about the mask; tilewise is
+# right without them. With the prefix fwd_ or bwd_ they hold for one pass.
+TUNING = frozenset({
+    "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages",
+    "num_consumer_groups", "SPLIT_KV", "PARTITION_SIZE", "USE_TMA", "WRITE_DQ", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE",
+    "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "BACKEND", "kpack", "matrix_instr_nonkdim", "waves_per_eu",
+})  # fmt: skip
 # What cannot change, as far as masks read it.
 FIXED = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # A function that imports may read what is neither captured nor global.
@@ -83,13 +90,21 @@ def create_block_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = TILE,  # noqa: N803
     _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
 ) -> TileMask:
-    """The tile mask of a mask_mod. `device` is the accelerator if there is one, as in torch; blocks are 128 x 128.
+    """The tile mask of a mask_mod. `device` is the accelerator if there is one, as in torch.
 
-    Nothing is compiled, whatever `_compile` says: the function is evaluated once, some hundred tiles at a time.
+    The arguments from `BLOCK_SIZE` on say how torch stores a mask and runs its kernels, not what it means. They are
+    accepted and change nothing: tiles are 128 x 128, full ones are stored apart, and nothing is compiled. The function
+    is evaluated once, some hundred tiles at a time.
     """
-    if BLOCK_SIZE not in (TILE, (TILE, TILE)):
-        raise InvalidProblem("BLOCK_SIZE", f"{TILE}", BLOCK_SIZE, "Leave it out: the mask means the same.")
+    del _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order
+    sizes: Any = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple | list) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
+        fix = "Leave it out: the mask means the same."
+        raise InvalidProblem("BLOCK_SIZE", "a positive integer, or two", repr(BLOCK_SIZE), fix)
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     return tile_mask(mask_mod, Q_LEN, KV_LEN, batch=B, heads=H, device=device)
@@ -111,8 +126,8 @@ def flex_attention(
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Attention of query (batch, heads, seqlen_q, dim) to key and value (batch, kv_heads, seqlen_k, dim), as in torch.
 
-    `block_mask` is a TileMask or torch's BlockMask, `score_mod` a `ScoreMod` or None. `kernel_options` are those of
-    torch's kernels and are refused, and so is the largest score in `return_aux`.
+    `block_mask` is a TileMask or torch's BlockMask, `score_mod` a `ScoreMod` or None. `kernel_options` that tune
+    torch's kernels are accepted and change nothing; others are refused, and so is the largest score in `return_aux`.
 
         >>> q = torch.ones(1, 2, 4, 8)
         >>> mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 4, 4, device="cpu")
@@ -124,8 +139,7 @@ def flex_attention(
         if tensor.dim() != 4:
             raise InvalidProblem(name, "(batch, heads, seqlen, dim)", f"shape {tuple(tensor.shape)}", "Reshape it.")
     if kernel_options:
-        fix = "Leave them out: they tune torch's kernels, and tilewise chooses its own tiles."
-        raise InvalidProblem("kernel_options", "None", sorted(kernel_options), fix)
+        _check_options(kernel_options)
     if return_aux is not None:
         _check_aux(return_aux, return_lse)
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
@@ -136,6 +150,17 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+def _check_options(kernel_options: Any) -> None:
+    if not isinstance(kernel_options, dict):
+        got = type(kernel_options).__name__
+        raise InvalidProblem("kernel_options", "a dict or None", got, "They tune torch's kernels: leave them out.")
+    known = (str(name).removeprefix("fwd_").removeprefix("bwd_") in TUNING for name in kernel_options)
+    others = [name for name, is_known in zip(kernel_options, known, strict=True) if not is_known]
+    if others:
+        fix = "Leave these out: they may change results. scale= sets the scale, return_aux= what is returned."
+        raise InvalidProblem("kernel_options", f"some of {', '.join(sorted(TUNING))}", others, fix)
 
 
 def _check_aux(return_aux: Any, return_lse: bool) -> None:
@@ -211,7 +236,8 @@ def _read(value: Any, readings: list[Reading], seen: dict[int, tuple[int, object
         seen[id(value)] = len(seen), value  # kept alive, so that no other object gets its id
         # Objects of a subclass may have attributes and methods of their own.
         if type(value) in (Tensor, Parameter) and not value.is_inference():
-            readings.append((weakref.ref(value), (value._version, value.data_ptr())))  # noqa: SLF001
+            memory = value.data_ptr(), value.shape, value.stride()
+            readings.append((weakref.ref(value), (value._version, memory)))  # noqa: SLF001
             _read(value.__dict__, readings, seen)
         elif type(value) in (tuple, list):
             readings.append((type(value), len(value)))

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
-from tilewise.integrations.translation import number_of, top_left, worded
+from tilewise.integrations.translation import InvalidCall, number_of, top_left, worded
 from tilewise.nn.multihead import multi_head_attention_forward
 from tilewise.subclasses import check_class
 from tilewise.tile_masks import TileMask
@@ -41,11 +41,7 @@ NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "a
 PLAIN = (Tensor, Parameter)
 
 
-class InvalidCall(InvalidProblem, RuntimeError):
-    """A wrong argument of one of torch's functions, which would raise RuntimeError: so this is one too."""
-
-
-@worded(NAMES, InvalidCall)
+@worded(NAMES)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -223,7 +219,7 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
 # The torch functions that are replaced, and their replacements.
 ROUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: scaled_dot_product_attention,
-    F.multi_head_attention_forward: worded(NAMES, InvalidCall)(multi_head_attention_forward),
+    F.multi_head_attention_forward: worded(NAMES)(multi_head_attention_forward),
 }
 
 

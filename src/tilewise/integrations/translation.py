@@ -23,10 +23,12 @@ FLASH_NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "wind
 CACHE_NAMES = FLASH_NAMES | {"k_pages": "k_cache", "v_pages": "v_cache", "seqlens_k": "cache_seqlens"}
 
 
-def worded(
-    names: dict[str, str] = FLASH_NAMES, kind: type[InvalidProblem] = InvalidProblem
-) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
-    """Makes the errors of a drop-in use its argument names, and be of the `kind` that its callers expect."""
+class InvalidCall(InvalidProblem, RuntimeError):
+    """A wrong argument of a drop-in. The original would raise RuntimeError or ValueError: this is both."""
+
+
+def worded(names: dict[str, str] = FLASH_NAMES) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
+    """Makes the errors of a drop-in use its argument names, and be of a type that its callers expect."""
 
     def made(function: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         @functools.wraps(function)
@@ -35,7 +37,7 @@ def worded(
                 return function(*args, **kwargs)
             except InvalidProblem as error:
                 name = names.get(error.argument, error.argument)
-                raise kind(name, error.expected, error.got, error.fix) from None
+                raise InvalidCall(name, error.expected, error.got, error.fix) from None
 
         # Ring attention asks `inspect.getfullargspec`, which ignores `__wrapped__`.
         call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]

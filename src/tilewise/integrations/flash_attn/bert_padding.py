@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from tilewise.errors import InvalidProblem
+from tilewise.integrations.translation import worded
 
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
 
+@worded({})
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:

@@ -11,14 +11,13 @@ The functions that begin with an underscore are private in flash-attn too, but l
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from tilewise.api import attention, attention_paged, attention_varlen
-from tilewise.errors import Unsupported
+from tilewise.api import attention, attention_varlen
 from tilewise.integrations import cache, flash, translation
-from tilewise.integrations.flash import Flags
-from tilewise.integrations.translation import CACHE_NAMES, FLASH_NAMES, UNBOUNDED, worded
+from tilewise.integrations.flash_attn import flash_attn_gpu
+from tilewise.integrations.flash_attn.flash_attn_gpu import BACKWARD_NAMES, PAGED_NAMES, attend_pages, flags_of
+from tilewise.integrations.translation import CACHE_NAMES, UNBOUNDED, worded
 
 __all__ = [
     "flash_attn_func",
@@ -33,8 +32,6 @@ __all__ = [
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 # (out, softmax_lse, S_dmask, rng_state)
 Pass = tuple[Tensor, Tensor, Tensor, Tensor]
-PAGED_NAMES = FLASH_NAMES | {"k_pages": "k", "v_pages": "v", "seqlens_k": "cu_seqlens_k"}
-BACKWARD_NAMES = FLASH_NAMES | {"lse": "softmax_lse"}
 
 
 @worded()
@@ -52,12 +49,13 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """Attention of q (batch, seqlen_q, heads, dim) to k, v (batch, seqlen_k, kv_heads, dim)."""
-    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    flags = flags_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     if not return_attn_probs:
         return attention(q, k, v, layout="bshd", return_lse=False, **flags)
     return flash.forward(q, k, v, flags, None, return_softmax=True)[:3]
 
 
+@worded()
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -75,6 +73,7 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(q, k, v, *tail)
 
 
+@worded()
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -113,17 +112,18 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Result:
     """Attention of packed sequences; with `block_table` k and v are pages (num_pages, page_size, kv_heads, dim)."""
-    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    flags = flags_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
     if block_table is not None:
         translation.require_tensors(cu_seqlens_k=cu_seqlens_k)
-        out, lse = _paged(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k.diff().int(), flags)
+        out, lse = attend_pages(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k.diff().int(), flags)
         return (out, lse, q.new_empty(0)) if return_attn_probs else out
     if not return_attn_probs:
         return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=False, **flags)
     return flash.forward(q, k, v, flags, (cu_seqlens_q, cu_seqlens_k), return_softmax=True)[:3]
 
 
+@worded()
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -143,6 +143,7 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
 
+@worded()
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -205,7 +206,6 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-@worded(PAGED_NAMES)
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
@@ -220,12 +220,11 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> Pass:
     """(out, softmax_lse, S_dmask, rng_state); imported by libraries with a backward of their own."""
-    window_size = window_size_left, window_size_right
-    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
-    return flash.forward(q, k, v, flags, None, return_softmax=translation.flag_of("return_softmax", return_softmax))
+    flags = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, return_softmax)
+    out, lse, dmask, rng_state = flash_attn_gpu.fwd(q, k, v, None, alibi_slopes, *flags, None)
+    return out, lse, dmask, rng_state
 
 
-@worded(PAGED_NAMES)
 def _flash_attn_varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -246,32 +245,19 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> Pass:
     """(out, softmax_lse, S_dmask, rng_state) of packed sequences, or of pages with `block_table`.
 
-    `seqused_k` says how many keys of each count. Rows of no sequence are 0, with and without `zero_tensors`.
+    `seqused_k` says how many keys of each count. Rows of no sequence are 0, with and without `zero_tensors`. The
+    backend chooses the number of splits: `num_splits` is 0 or 1, as in flash-attn.
     """
-    del zero_tensors
-    if leftpad_k is not None:
-        raise Unsupported(
-            "leftpad_k: begin the sequences of cu_seqlens_k, or the rows of block_table, after the padding"
-        )
-    window_size = window_size_left, window_size_right
-    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
-    flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
-    return_softmax = translation.flag_of("return_softmax", return_softmax)
-    translation.require_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    if block_table is not None:
-        seqlens_k = cu_seqlens_k.diff().int() if seqused_k is None else seqused_k
-        out, lse = _paged(q, k, v, block_table, cu_seqlens_q, seqlens_k, flags)
-        return out, lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
-    totals = cu_seqlens_q, cu_seqlens_k
-    if seqused_k is not None:
-        # There are more sequences than the caller's: what is indexed by sequence would be wrong.
-        if flags["dropout"] or (alibi_slopes is not None and alibi_slopes.dim() > 1):
-            raise Unsupported("seqused_k with dropout_p, or with alibi_slopes for every sequence: pack the used keys")
-        totals = flash.cut(*totals, seqused_k=seqused_k)
-    return flash.forward(q, k, v, flags, totals, return_softmax=return_softmax)
+    lengths = (max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors)
+    flags = (causal, window_size_left, window_size_right, softcap, return_softmax)
+    keys = (cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
+    found = flash_attn_gpu.varlen_fwd(q, k, v, None, *keys, alibi_slopes, *lengths, *flags, None, num_splits)
+    out, lse, dmask, rng_state = found
+    return out, lse, dmask, rng_state
 
 
 @worded(BACKWARD_NAMES)
@@ -297,7 +283,7 @@ def _flash_attn_backward(
 ) -> Tensor:
     """Writes dq, dk and dv; returns softmax_d, the row sums of dout * out (batch, heads, seqlen_q), without padding."""
     window_size = window_size_left, window_size_right
-    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    flags = flags_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return flash.gradients_into((dq, dk, dv), (q, k, v), (dout, out, softmax_lse), flags, None, rng_state)
 
 
@@ -330,7 +316,7 @@ def _flash_attn_varlen_backward(
     """Writes dq, dk and dv of packed sequences; returns softmax_d (heads, total_q), without padding."""
     del zero_tensors
     window_size = window_size_left, window_size_right
-    flags = _flags(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    flags = flags_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     flags |= flash.lengths_of(max_seqlen_q, max_seqlen_k)
     totals = cu_seqlens_q, cu_seqlens_k
     return flash.gradients_into((dq, dk, dv), (q, k, v), (dout, out, softmax_lse), flags, totals, rng_state)
@@ -341,29 +327,3 @@ _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
-
-
-def _flags(
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-) -> Flags:
-    dropout = translation.number_of(dropout_p, "dropout_p")
-    given = (softmax_scale, causal, window_size, softcap, deterministic)
-    return flash.flags_of(*given, alibi_slopes=alibi_slopes, dropout=dropout)
-
-
-def _paged(
-    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seqlens_k: Tensor, flags: Flags
-) -> tuple[Tensor, Tensor]:
-    if flags.pop("dropout"):
-        raise Unsupported(
-            "dropout_p with block_table: pages are for serving and have no dropout; gather them into packed k and v "
-            "and call flash_attn_varlen_func without block_table"
-        )
-    del flags["max_seqlen_k"]
-    return attention_paged(q, k, v, block_table, seqlens_k, cu_seqlens_q=cu_seqlens_q, return_lse=True, **flags)

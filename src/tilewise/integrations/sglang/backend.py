@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import E4M3
-from tilewise.integrations.engines import Batch, Layer
+from tilewise.integrations.engines import Batch, Layer, Memory, memory_of
 from tilewise.integrations.sglang import refusals
 
 
@@ -176,22 +176,23 @@ class _Attention:
         )
         self.cache: tuple[Tensor, Tensor] = (torch.empty(0, device="cpu", dtype=pool.dtype),) * 2
         self.scales: tuple[Tensor, ...] = ()
-        # What the above were made of. Scales are kept, so that no other tensor gets their identity.
-        self._given: tuple[int, ...] = ()
-        self._held: tuple[Any, ...] = ()
+        # What the above were made of.
+        self._memory: Memory = []
 
     def refresh(self, layer: Any, pool: Any) -> None:
         """Follow the pool and the scales where they changed. Asking the pool also waits for keys that are loaded."""
         buffers = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
-        # Identities, because comparing scales would read them.
-        given = (*(buffer.data_ptr() for buffer in buffers), id(layer.k_scale), id(layer.v_scale))
-        if given == self._given:
+        scales = layer.k_scale, layer.v_scale
+        # Scales of other dtypes are converted in each step: a copy would not follow what is written into them.
+        is_copied = any(scale is not None and scale.dtype != torch.float32 for scale in scales)
+        memory = memory_of(*buffers, *scales)
+        if not is_copied and memory == self._memory:
             return
         k, v = (_pages(buffer, pool) for buffer in buffers)
-        self.cache, self._given, self._held = (k, v), given, (layer.k_scale, layer.v_scale)
+        self.cache, self._memory = (k, v), memory
         if pool.dtype == E4M3:
             one = torch.ones((), dtype=torch.float32, device=k.device)
-            self.scales = tuple(one if s is None else s.detach().float() for s in (layer.k_scale, layer.v_scale))
+            self.scales = tuple(one if scale is None else scale.detach().float() for scale in scales)
 
 
 def _pages(buffer: Tensor, pool: Any) -> Tensor:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
-from tilewise.integrations.translation import check_integers, places
+from tilewise.integrations.translation import check_integers, places, worded
 from tilewise.nn.rotary import check_tables, rotate
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
 
 
+@worded({})
 def apply_rotary_emb(
     x: Tensor,
     cos: Tensor,
@@ -40,6 +41,7 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+@worded({})
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
@@ -69,6 +71,7 @@ def apply_rotary_emb_qkv_(
     return qkv
 
 
+@worded({})
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
