@@ -16,6 +16,7 @@ from tilewise.distributed.scaling import best_method
 from tilewise.distributed.sharding import Sharding
 from tilewise.distributed.transport import Group, MeshOrGroup, group_of
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
+from tilewise.memory import check_allocated
 from tilewise.operands import Options, Window
 from tilewise.validation.flags import seed_tensor
 
@@ -138,6 +139,7 @@ def _checked(
     validation.require_tensors(q=q, k=k, v=v, alibi_slopes=slopes, sinks=sinks)
     if cu_seqlens is not None:
         validation.require_tensors(cu_seqlens=cu_seqlens)
+    check_allocated(("q", "k", "v", "alibi_slopes", "sinks", "cu_seqlens"), (q, k, v, slopes, sinks, cu_seqlens))
     derivatives.refuse_tangents((q, k, v, slopes, sinks))
     derivatives.refuse_tracing()
     q, k, v = validation.autocast(q, k, v)

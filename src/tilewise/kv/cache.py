@@ -33,6 +33,7 @@ from tilewise.kv.quantised import SOURCES, append_quantised, new_scales
 from tilewise.kv.rotated import append_rotated
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
+from tilewise.memory import are_there, check_allocated
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from tilewise.subclasses import check_class
 
@@ -209,6 +210,7 @@ class PagedKVCache:
         does the bookkeeping of `append`. Fixed steps treat shared prefixes like any keys.
         """
         self._refuse_unwritten(None)
+        self._refuse_freed()
         other = isinstance(requests, (str, bytes, Tensor)) or getattr(requests, "ndim", 1) != 1
         if other or not isinstance(requests, Collection):
             fix = "Pass what add() returned, in a list."
@@ -349,6 +351,7 @@ class PagedKVCache:
         of K.
         """
         number = self._number(layer)
+        self._refuse_freed()
         return self.k[number], self.v[number]
 
     def attended(self, layer: int = 0) -> tuple[Tensor | Fp8Tensor, Tensor | Fp8Tensor]:
@@ -463,6 +466,7 @@ class PagedKVCache:
         """Check that these rows of a layer can be appended; returns the layer's number and the rows' slots."""
         batch, layer = self._running(), self._number(layer)
         self._refuse_finished()
+        self._refuse_freed()
         for name, new, pages in zip(("k", "v"), (k, v), self._targets(layer), strict=True):
             self._check_rows(name, new, pages, len(batch.slots))
         assert self._step is not None
@@ -489,6 +493,14 @@ class PagedKVCache:
             self._written.add(layer)
             if len(self._written) == len(self.k):
                 self.book.commit()
+
+    def _refuse_freed(self) -> None:
+        """Refuse if somebody freed the storage of pages or scales."""
+        held = (*self._stored, *self._scales)
+        if not torch.compiler.is_compiling() and not are_there(held, [t.data_ptr() for t in held]):
+            sides = ("k",) if self.latent else ("k", "v")
+            names = (*(f"PagedKVCache.{side}" for side in sides), *(f"the scales of PagedKVCache.{s}" for s in sides))
+            check_allocated(names, held)
 
     def _refuse_finished(self) -> None:
         assert self._step is not None
