@@ -28,7 +28,7 @@ from tilewise import batching, calls, device, dispatch, flops, tracing, validati
 from tilewise.backends.base import Differentiating
 from tilewise.canonical import canonical, canonical_tangents, contiguous_last, heads_first, restored
 from tilewise.errors import Unsupported
-from tilewise.memory import check_allocated
+from tilewise.memory import check_there
 from tilewise.operands import Flags, Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import operand_names, schema, unpack
@@ -658,7 +658,7 @@ def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProb
 
 def _tangent(kind: Kind, out: Tensor | None, lse: Tensor | None, *args: Any) -> Four:
     tangents, (operands, flags) = Tangents(*args[:COUNT]), unpack(kind, args[COUNT:])
-    check_allocated(("out", "lse", *TANGENTS), (out, lse, *tangents))
+    check_there(("out", "lse", *TANGENTS), (out, lse, *tangents))
     problem, chosen = _choose(kind, operands, flags)
     known = None if out is None or lse is None else (contiguous_last(heads_first(problem, out)), lse)
     with tracing.span(tracing.TANGENT, operands, chosen.name, problem):
@@ -697,7 +697,7 @@ def _twice(
 ) -> tuple[Tensor, ...]:
     tangents, (operands, flags) = Tangents(*args[:COUNT]), unpack(kind, args[COUNT:])
     names = ("dout", "dlse", "out", "lse", "out_tangent", "lse_tangent", *TANGENTS)
-    check_allocated(names, (dout, dlse, out, lse, dot_out, dot_lse, *tangents))
+    check_there(names, (dout, dlse, out, lse, dot_out, dot_lse, *tangents))
     problem, chosen = _choose(kind, operands, flags)
     ready = contiguous_last(heads_first(problem, torch.zeros_like(out) if dout is None else dout))
     results = heads_first(problem, out), lse, heads_first(problem, dot_out), dot_lse

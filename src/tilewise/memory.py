@@ -87,6 +87,12 @@ def are_there(tensors: Iterable[Tensor], places: Sequence[int]) -> bool:
     )
 
 
+def check_there(names: Iterable[str], tensors: Sequence[Tensor | None]) -> None:
+    """`check_allocated` if an address says that storage was freed. For calls that are validated every time."""
+    if min([tensor.data_ptr() for tensor in tensors if tensor is not None], default=LOWEST) < LOWEST:
+        check_allocated(names, tensors)
+
+
 def check_allocated(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
     """Raise for the first tensor whose storage does not hold all of its elements. While a compiler traces there is no
     storage to look at. Names past the last tensor are ignored.

@@ -29,7 +29,7 @@ from tilewise.canonical import contiguous_last
 from tilewise.fp8.container import E4M3_MAX
 from tilewise.fp8.rounding import AMAX_FLOOR, encode, encode_rows
 from tilewise.kv.writing import write_rows
-from tilewise.memory import are_there, check_allocated, touch
+from tilewise.memory import LOWEST, check_allocated, touch
 
 __all__ = ["SOURCES", "append_quantised", "new_scales", "write_quantised"]
 
@@ -62,7 +62,7 @@ def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Seq
     backend = dispatch.serving(slots.device.type) if plain and not strided else None
     if backend is not None:
         given = (*new, *pages, *scales, slots)
-        if not are_there(given, [t.data_ptr() for t in given]):
+        if min(map(Tensor.data_ptr, given)) < LOWEST:  # freed, or no elements
             sides = ("k", "v")[: len(new)]
             names = (*sides, *(f"{side}_pages" for side in sides), *(f"{side}_scale" for side in sides), "slots")
             check_allocated(names, given)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise import settings
 from tilewise.errors import InvalidProblem
-from tilewise.memory import Reader, check_allocated
+from tilewise.memory import Reader, check_allocated, check_there
 from tilewise.operands import Flags, Operands, Options
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names
@@ -53,6 +53,7 @@ __all__ = [
     "check_contents",
     "check_flag",
     "check_result",
+    "check_storage",
     "check_structure",
     "checked",
     "describe",
@@ -129,7 +130,7 @@ def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
     """Validate real tensors and describe them. The structural part is cached per combination of specs and flags."""
-    check_allocated(_SHOWN[kind], operands)
+    check_there(_SHOWN[kind], operands)
     specs, latent = _specs(operands), is_latent(operands.k, operands.v)
     if not reads_contents(kind, operands):
         return _describe(kind, specs, flags, latent)
@@ -138,6 +139,11 @@ def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem
     problem = _describe(kind, specs, longest_sequences(operands, flags), latent)
     check_values(problem, operands)
     return problem
+
+
+def check_storage(kind: Kind, operands: Operands) -> None:
+    """Raise unless every storage holds its tensor. `problem_of` only finds storage that was freed."""
+    check_allocated(_SHOWN[kind], operands)
 
 
 def check_structure(kind: Kind, operands: Operands, flags: Flags) -> None:
