@@ -12,6 +12,7 @@ from tilewise import calls, cascade, derivatives, dispatch, ops, sharded, tracin
 from tilewise.backends.base import Backend
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
+from tilewise.memory import check_allocated
 from tilewise.numerics import merge_partials
 from tilewise.operands import Operands, Options, Wanted, Window
 from tilewise.problem import Kind
@@ -441,7 +442,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout:
     heads_last = packed or layout == "bshd"
     dims = (0, 1) if packed else (1, 2)
     a, b = (lse.transpose(*dims) if heads_last and lse.dim() >= 2 else lse for lse in (lse_a, lse_b))
-    for name, tensor in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+    names, tensors = ("out_a", "lse_a", "out_b", "lse_b"), (out_a, lse_a, out_b, lse_b)
+    check_allocated(names, tensors)
+    for name, tensor in zip(names, tensors, strict=True):
         if tensor.dtype not in validation.FLOATS or tensor.device != out_a.device:
             expected = f"a tensor of float16, bfloat16, float32 or float64 on {out_a.device}"
             raise InvalidProblem(name, expected, f"{tensor.dtype} on {tensor.device}", "Convert it with .to().")
@@ -449,7 +452,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout:
         if out.dim() == 0 or out.shape != out_a.shape or lse.shape != out.shape[:-1]:
             expected = f"an lse that fits out of shape {tuple(out_a.shape)} in layout {layout!r}"
             raise InvalidProblem(name, expected, tuple(lse.shape), "Merge results of one problem over different keys.")
-    with tracing.span(tracing.MERGE, (out_a, lse_a, out_b, lse_b)):
+    with tracing.span(tracing.MERGE, tensors):
         out, lse = merge_partials(out_a, a, out_b, b)
     return out, lse.transpose(*dims) if heads_last else lse
 

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 from tilewise import device, settings
+from tilewise.memory import LOWEST, are_there
 
 # Bounds host memory: a cached call takes a few KiB, more with bound passes. Argument buffers for further addresses are
 # bounded for all calls together (backends/gpu/launching.py).
@@ -57,7 +58,7 @@ class Signature:
     are slices of one allocation.
     """
 
-    __slots__ = ("_absent", "_check", "_count", "_distinct", "_latent", "_offsets", "_present", "_twins")
+    __slots__ = ("_absent", "_check", "_count", "_distinct", "_filled", "_latent", "_offsets", "_present", "_twins")
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self._count = len(tensors)
@@ -74,6 +75,9 @@ class Signature:
         distinct = self._distinct(present)
         self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
         self._latent = _is_latent([tensor.data_ptr() for tensor in present])
+        # Those with elements, which have an address; None if all have some, or none has.
+        filled = [i for i, tensor in enumerate(present) if tensor.numel()]
+        self._filled = _picker(filled) if 0 < len(filled) < len(present) else None
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
             *distinct,
@@ -103,6 +107,10 @@ class Signature:
         if not self._check(*distinct):
             return None
         places = tuple(map(_address, tensors))
+        # If storage was freed, the call is validated, which names the tensor. Compared here to save a Python call.
+        filled = places if self._filled is None else self._filled(places)
+        if min(filled) < LOWEST and not are_there(tensors, places):
+            return None
         if len(places) > 2 and (places[1] == places[2]) is not self._latent:
             return None
         return places if [place % ALIGNMENT for place in places] == self._offsets else None
@@ -236,6 +244,7 @@ def _are_plain(groups: Any) -> bool:
 def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Found:
     looks: list[Any] = []
     places: list[int] = []
+    present = [tensor for tensor in tensors if tensor is not None]
     for tensor in tensors:
         if tensor is None:
             looks.append(None)
@@ -245,6 +254,8 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Found:
             looks.append(places[-1] % ALIGNMENT)
         else:
             return NOTHING
+    if not are_there(present, places):
+        return NOTHING
     slot = _slot(family, groups, _is_latent(places), *looks)
     # Rebuilt where the guards reject tensors with an equal key: autocast, inference mode, or other tensors repeated.
     if slot.signature is None or slot.signature.places(tensors) is None:

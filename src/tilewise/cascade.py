@@ -27,7 +27,7 @@ from tilewise import device as devices
 from tilewise.backends.base import Serving
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem
-from tilewise.memory import touch
+from tilewise.memory import check_allocated, touch
 from tilewise.numerics import merge_rows
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
@@ -180,6 +180,7 @@ def _check(shared: Any, operands: Operands) -> None:
             raise InvalidProblem(f"shared_prefix.{name}", "a torch.Tensor", type(tensor).__name__, fix)
         if tensor is not None:
             validation.check_class(f"shared_prefix.{name}", tensor)
+            check_allocated((f"shared_prefix.{name}",), (tensor,))
     rows = shared.num_rows
     if rows > num_queries or (shared.rows is not None and shared.rows.shape != (rows,)):
         got = rows if shared.rows is None else f"{rows}, of which rows names {tuple(shared.rows.shape)}"

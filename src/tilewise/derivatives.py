@@ -28,6 +28,7 @@ from tilewise import batching, calls, device, dispatch, flops, tracing, validati
 from tilewise.backends.base import Differentiating
 from tilewise.canonical import canonical, canonical_tangents, contiguous_last, heads_first, restored
 from tilewise.errors import Unsupported
+from tilewise.memory import check_there
 from tilewise.operands import Flags, Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import operand_names, schema, unpack
@@ -37,6 +38,7 @@ DIFFERENTIABLE = Tangents._fields
 # Their indices in `Operands`.
 INDICES = tuple(Operands._fields.index(name) for name in DIFFERENTIABLE)
 COUNT = len(DIFFERENTIABLE)
+TANGENTS = tuple(f"{name}_tangent" for name in DIFFERENTIABLE)
 # Floating-point operands without a derivative.
 FIXED = tuple(i for i, name in enumerate(Operands._fields) if name in ("alibi_slopes", "q_scale", "k_scale", "v_scale"))
 
@@ -537,7 +539,7 @@ TRANSFORMED = Maps(_backward_transformed, _tangent_transformed, _twice_transform
 
 def register(library: torch.library.Library, kind: Kind) -> None:
     """Define the ops tilewise::<kind>_tangent and tilewise::<kind>_twice."""
-    given = ", ".join([*(f"Tensor? {name}_tangent" for name in DIFFERENTIABLE), schema(kind)])
+    given = ", ".join([*(f"Tensor? {name}" for name in TANGENTS), schema(kind)])
     results = "Tensor out, Tensor lse, Tensor out_tangent, Tensor lse_tangent"
     gradients = "Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks"
     saved = f"Tensor? dout, Tensor? dlse, {results}, bool[] wanted"
@@ -656,6 +658,7 @@ def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProb
 
 def _tangent(kind: Kind, out: Tensor | None, lse: Tensor | None, *args: Any) -> Four:
     tangents, (operands, flags) = Tangents(*args[:COUNT]), unpack(kind, args[COUNT:])
+    check_there(("out", "lse", *TANGENTS), (out, lse, *tangents))
     problem, chosen = _choose(kind, operands, flags)
     known = None if out is None or lse is None else (contiguous_last(heads_first(problem, out)), lse)
     with tracing.span(tracing.TANGENT, operands, chosen.name, problem):
@@ -693,6 +696,8 @@ def _twice(
     *args: Any,
 ) -> tuple[Tensor, ...]:
     tangents, (operands, flags) = Tangents(*args[:COUNT]), unpack(kind, args[COUNT:])
+    names = ("dout", "dlse", "out", "lse", "out_tangent", "lse_tangent", *TANGENTS)
+    check_there(names, (dout, dlse, out, lse, dot_out, dot_lse, *tangents))
     problem, chosen = _choose(kind, operands, flags)
     ready = contiguous_last(heads_first(problem, torch.zeros_like(out) if dout is None else dout))
     results = heads_first(problem, out), lse, heads_first(problem, dot_out), dot_lse

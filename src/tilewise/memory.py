@@ -1,8 +1,9 @@
-"""Which bytes tensors share, what small ones hold, and which were written."""
+"""Which bytes tensors have and share, what small ones hold, and which were written."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.errors import InvalidProblem
+
 # Shape and strides.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
+# The address of a view of freed storage is its offset in bytes, which is below this. Few allocators return such low
+# addresses; of those that do, storages are looked at in every call.
+LOWEST = 2**38
 
 
 class Reader:
@@ -57,6 +63,50 @@ def extent(tensor: Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def is_allocated(tensor: Tensor) -> bool:
+    """Whether the storage holds all elements. Not if it was freed or cut by `untyped_storage().resize_()`."""
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except RuntimeError:  # a wrapper of torch.func: the tensor inside is checked
+        return True
+    # Unlike `extent`, nbytes takes no time.
+    size = tensor.nbytes if tensor.is_contiguous() else extent(tensor)
+    if tensor.storage_offset() * tensor.element_size() + size <= held:
+        return True
+    return tensor.numel() == 0 or tensor._is_zerotensor()  # noqa: SLF001
+
+
+def are_there(tensors: Iterable[Tensor], places: Sequence[int]) -> bool:
+    """Whether no tensor's storage was freed, by their addresses: cheaper than `is_allocated`, which also finds storage
+    that was cut.
+    """
+    return min(places, default=LOWEST) >= LOWEST or all(
+        place >= LOWEST or is_allocated(tensor) for tensor, place in zip(tensors, places, strict=True)
+    )
+
+
+def check_there(names: Iterable[str], tensors: Sequence[Tensor | None]) -> None:
+    """`check_allocated` if an address says that storage was freed. For calls that are validated every time."""
+    if min([tensor.data_ptr() for tensor in tensors if tensor is not None], default=LOWEST) < LOWEST:
+        check_allocated(names, tensors)
+
+
+def check_allocated(names: Iterable[str], tensors: Iterable[Tensor | None]) -> None:
+    """Raise for the first tensor whose storage does not hold all of its elements. While a compiler traces there is no
+    storage to look at. Names past the last tensor are ignored.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in zip(names, tensors, strict=False):
+        if tensor is not None and not is_allocated(tensor):
+            size, held = tensor.storage_offset() * tensor.element_size() + extent(tensor), tensor.untyped_storage()
+            fix = (
+                "untyped_storage().resize_() freed or cut it, as FSDP does between uses: allocate it (FSDP: unshard "
+                "the parameters) before the call."
+            )
+            raise InvalidProblem(name, f"a storage of {size} bytes or more", f"one of {held.nbytes()}", fix)
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

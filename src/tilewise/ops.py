@@ -20,7 +20,7 @@ from tilewise.backends.base import Binding, Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
 from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
-from tilewise.memory import touch
+from tilewise.memory import check_allocated, check_there, touch
 from tilewise.operands import Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
@@ -29,6 +29,9 @@ from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
 _OUT, _LOGITS = Operands._fields.index("out"), Operands._fields.index("max_logits")
 _NOTHING = (None,) * _LOGITS
+# What a backward pass is given besides the operands.
+_SAVED = ("dout", "dlse", "out", "lse")
+_GIVEN = (*_SAVED, *Operands._fields)
 # Backward passes cached per call, keyed by the wanted gradients and the strides of dout and dlse. Few calls need two.
 MAX_BACKWARDS = 4
 
@@ -134,6 +137,8 @@ class Call:
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
         self.kind, self.flags, self.return_lse = kind, flags, return_lse
+        if lasting:
+            validation.check_storage(kind, operands)
         self.problem, self._chosen = _choose(kind, operands, flags)
         self._recorded = flags.needs_grad
         if self.problem.max_logits:
@@ -237,6 +242,8 @@ class Call:
         if by_op or not (calls.are_plain((dout, dlse)) and calls.are_stored((dout, dlse))):
             found = backward(At(self.kind, Operands(*tensors), self.flags), (out, lse), (dout, dlse), wanted)
         else:
+            if looked_up is None:
+                check_there(_GIVEN, given)
             found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
         return scattered(found, wanted, len(tensors))
 
@@ -271,6 +278,7 @@ class Call:
         places = None if signature is None else signature.places(given)
         if signature is None or places is None:
             return None
+        check_allocated(_GIVEN, given)
         bound = self._bind_backward(given, wanted_of(needs))
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
@@ -432,6 +440,7 @@ def _backward(
     kind: Kind, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool], *args: Any
 ) -> tuple[Tensor, ...]:
     operands, flags = unpack(kind, args)
+    check_there(_SAVED, (dout, dlse, out, lse))
     problem, chosen = _choose(kind, operands, flags)
     with tracing.span(tracing.BACKWARD, operands, chosen.backend.name, problem):
         gradients = _run_backward(problem, chosen, operands, out, lse, dout, dlse, Wanted(*wanted))

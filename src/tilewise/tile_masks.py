@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tilewise import settings
 from tilewise.errors import InvalidProblem
 from tilewise.masks import TileCounts
+from tilewise.memory import check_allocated
 from tilewise.subclasses import check_class
 from tilewise.tiles import (
     EMPTY,
@@ -794,6 +795,7 @@ def _check_parts(mask: TileMask) -> None:
         if not isinstance(part, Tensor) or part.dtype != torch.int32:
             got = part.dtype if isinstance(part, Tensor) else type(part).__name__
             raise InvalidProblem(f"TileMask.{name}", "an int32 tensor", got, fix)
+        check_allocated((f"TileMask.{name}",), (part,))
     for name, length in (("seqlen_q", mask.seqlen_q), ("seqlen_k", mask.seqlen_k)):
         _check_length(name, length)
     rows, columns = num_tiles(mask.seqlen_q), num_tiles(mask.seqlen_k)
@@ -818,6 +820,7 @@ def _check_boolean(name: str, shape: str, mask: Any) -> None:
         expected = f"a boolean tensor {shape} of 2 to 4 dimensions"
         raise InvalidProblem(name, expected, _shown(mask), "0 and 1 become a mask by .bool().")
     check_class(name, mask)
+    check_allocated((name,), (mask,))
 
 
 def _totals(cu_seqlens: Any, seqlen: int) -> Tensor:
@@ -827,6 +830,7 @@ def _totals(cu_seqlens: Any, seqlen: int) -> Tensor:
         expected, fix = "a 1-D int32 or int64 tensor with contents, of one entry or more", "Give running totals from 0."
         raise InvalidProblem("cu_seqlens", expected, _shown(cu_seqlens), fix)
     check_class("cu_seqlens", cu_seqlens)
+    check_allocated(("cu_seqlens",), (cu_seqlens,))
     totals: Tensor = unwrapped("cu_seqlens", cu_seqlens).to(device="cpu", dtype=torch.int64)
     # Under torch.func only single numbers can be read.
     is_wrapped = torch._C._are_functorch_transforms_active()  # noqa: SLF001
@@ -877,6 +881,7 @@ def _ids(name: str, ids: Any) -> Tensor:
         fix = "Convert it with torch.as_tensor or .long()."
         raise InvalidProblem(name, "an int32 or int64 tensor (seqlen,) or (batch, seqlen)", _shown(ids), fix)
     check_class(name, ids)
+    check_allocated((name,), (ids,))
     found = unwrapped(name, ids).to(torch.int64)
     return found if found.dim() == 2 else found[None]
 
@@ -887,6 +892,7 @@ def _ranges(name: str, ends: Any) -> Tensor:
         fix = "Give one number per row."
         raise InvalidProblem(name, "an int32 or int64 tensor of 1 to 4 dimensions", _shown(ends), fix)
     check_class(name, ends)
+    check_allocated((name,), (ends,))
     found = unwrapped(name, ends).to(torch.int64)
     if found.dim() == 4:
         return found

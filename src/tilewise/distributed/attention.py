@@ -16,6 +16,7 @@ from tilewise.distributed.scaling import best_method
 from tilewise.distributed.sharding import Sharding, check_documents, is_count
 from tilewise.distributed.transport import Group, MeshOrGroup, group_of
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
+from tilewise.memory import check_allocated
 from tilewise.operands import Options, Window
 from tilewise.validation.flags import seed_tensor
 
@@ -141,6 +142,7 @@ def _checked(
     elif lengths[0] is None:
         fix = "Rows of padding count as keys otherwise. If nothing was padded, it is the rows of all ranks together."
         raise InvalidProblem("seqlen", "the length of the whole sequence before `shard`", None, fix)
+    check_allocated(("q", "k", "v", "alibi_slopes", "sinks", "cu_seqlens"), (q, k, v, slopes, sinks, cu_seqlens))
     derivatives.refuse_tangents((q, k, v, slopes, sinks))
     derivatives.refuse_tracing()
     q, k, v = validation.autocast(q, k, v)

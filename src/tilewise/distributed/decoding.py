@@ -25,6 +25,7 @@ from tilewise.distributed.sharding import in_words
 from tilewise.distributed.transport import Group, MeshOrGroup, PeerFailure, all_gather, group_of
 from tilewise.errors import InvalidProblem, TilewiseError, Unsupported
 from tilewise.fp8.container import Fp8Tensor
+from tilewise.memory import check_allocated
 from tilewise.numerics import merge_all
 from tilewise.operands import Options, Window
 from tilewise.totals import check_totals
@@ -192,6 +193,7 @@ def _checked(tensors: tuple[Any, ...], options: Options, group: Group) -> _Rows:
     q, k_pages, v_pages, table, seqlens, cu_seqlens_q, sinks = tensors
     given = {"q": q, "block_table": table, "seqlens_k": seqlens, "sinks": sinks, "cu_seqlens_q": cu_seqlens_q}
     validation.require_tensors(**{name: tensor for name, tensor in given.items() if tensor is not None})
+    check_allocated(given, given.values())
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise Unsupported("context_parallel_decode has no gradients: call it under torch.no_grad()")
     if q.dim() != 3 or table.dim() != 2 or seqlens.dim() != 1 or len(table) != len(seqlens):

@@ -23,6 +23,7 @@ from tilewise.distributed.sharding import chunk_size, chunks_per_rank, in_words
 from tilewise.distributed.transport import all_to_all, group_named
 from tilewise.distributed.visits import Heads, Shards, Sums, gathered, ring
 from tilewise.errors import InvalidProblem, TilewiseError
+from tilewise.memory import check_there
 from tilewise.operands import Flags, Operands, Wanted
 from tilewise.totals import check_totals
 from tilewise.units import format_plural
@@ -127,6 +128,7 @@ def _backward(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tensors, settings = Tensors(*args[:COUNT]), Settings(*args[COUNT:])
+    check_there(("dout", "dlse", "out", "lse"), (dout, dlse, out, lse))
     shards, call = _checked(tensors, settings)
     q, k, v = tensors[:3]
     heads, packed = shards.heads, settings.layout == "packed"
@@ -202,6 +204,7 @@ def _checked(tensors: Tensors, settings: Settings) -> tuple[Shards, Call]:
     """Validate this rank's arguments, compare them with the other ranks', and describe the whole problem."""
     where, group = tensors.q.device, group_named(settings.group)
     try:
+        check_there(Tensors._fields, tensors)
         layout, call = _describe(tensors, settings, dist.get_world_size(group))
     except TilewiseError as error:
         refuse(error, group, where)

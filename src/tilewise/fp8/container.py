@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
+from tilewise.memory import check_allocated
 from tilewise.subclasses import check_class
 
 __all__ = ["BLOCK", "E4M3", "E4M3_MAX", "INT8_MAX", "Fp8Layout", "Fp8Tensor", "Granularity"]
@@ -115,6 +116,7 @@ class Fp8Tensor:
 
     def dequantize(self, cu_seqlens: Tensor | None = None) -> Tensor:
         """The fp32 tensor it represents, still rotated if it is. Packed rows with several scales need cu_seqlens."""
+        check_allocated(("Fp8Tensor.data", "Fp8Tensor.scale", "cu_seqlens"), (self.data, self.scale, cu_seqlens))
         return self.data.float() * row_scales(self, cu_seqlens)
 
 

@@ -31,6 +31,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8 import rounding
 from tilewise.fp8.container import BLOCK, E4M3, E4M3_MAX, Fp8Layout, Fp8Tensor, Granularity
 from tilewise.fp8.rotation import rotate
+from tilewise.memory import check_allocated
 from tilewise.subclasses import check_class
 from tilewise.totals import check_totals, longest_of
 
@@ -247,6 +248,7 @@ def _check_source(name: str, x: Any) -> None:
         got = "a nested one" if x.is_nested else f"layout {x.layout}"
         raise InvalidProblem(name, "a dense tensor", got, "Convert it, or pass packed rows with cu_seqlens.")
     check_class(name, x)
+    check_allocated((name,), (x,))
     if x.requires_grad and torch.is_grad_enabled():
         raise Unsupported(
             "quantising to e4m3 has no gradient: detach the tensor, quantise under torch.no_grad(), "
@@ -270,6 +272,7 @@ def _checked_totals(x: Tensor, cu_seqlens: Any, max_seqlen: Any) -> tuple[Tensor
     if cu_seqlens.device != x.device:
         fix = f"Move it with .to({str(x.device)!r})."
         raise InvalidProblem("cu_seqlens", f"a tensor on {x.device} as x is", cu_seqlens.device, fix)
+    check_allocated(("cu_seqlens",), (cu_seqlens,))
     if max_seqlen is not None:
         if not _is_count(max_seqlen) or max_seqlen < 0:
             fix = "Pass the length of the longest sequence."
@@ -298,6 +301,7 @@ def _checked_scale(x: Tensor, scale: Any) -> Tensor:
         raise InvalidProblem("scale", f"a dense float32 tensor on {x.device} as x is", got, "Convert it with .to().")
     if scale.requires_grad and torch.is_grad_enabled():
         raise Unsupported("quantising to e4m3 has no gradient, not for its scale either: pass scale.detach()")
+    check_allocated(("scale",), (scale,))
     # NaN compares false.
     if _are_read(scale) and not bool(((scale >= least) & (scale <= most)).all()):
         raise InvalidProblem("scale", expected, f"{scale.amin().item()} to {scale.amax().item()}", fix)

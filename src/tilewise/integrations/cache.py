@@ -25,7 +25,7 @@ from tilewise.fp8.container import E4M3, E4M3_MAX
 from tilewise.integrations.flash import Descales
 from tilewise.integrations.translation import check_integers, number_of, places, require_tensors
 from tilewise.kv.writing import write_rows
-from tilewise.memory import overlap, overlaps_itself
+from tilewise.memory import check_allocated, overlap, overlaps_itself
 from tilewise.nn.rotary import check_tables, rotate
 from tilewise.totals import check_totals
 
@@ -50,6 +50,7 @@ class Store:
         given = {"cache_batch_idx": self.batch_idx, "cache_leftpad": self.leftpad, "block_table": self.table}
         there = {name: tensor for name, tensor in given.items() if tensor is not None}
         require_tensors(k_cache=self.k, v_cache=self.v, **there)
+        check_allocated(("k_cache", "v_cache", *there), (self.k, self.v, *there.values()))
 
     def checked(self, batch: int) -> Store:
         """The store of `batch` sequences, its table with one row each: `cache_batch_idx` selects rows of the table.

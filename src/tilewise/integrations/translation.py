@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
+from tilewise.memory import check_allocated
 from tilewise.subclasses import check_class
 
 Window = tuple[int | None, int | None]
@@ -102,6 +103,7 @@ def stacked(name: str, tensor: object, parts: int, dim: int) -> tuple[Tensor, ..
         fix = f"Stack the tensors along dimension {dim}."
         raise InvalidProblem(name, f"a tensor ({rows}, {parts}, heads, dim)", got, fix)
     check_class(name, tensor)
+    check_allocated((name,), (tensor,))
     return tensor.unbind(dim)
 
 

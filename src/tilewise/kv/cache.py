@@ -33,6 +33,7 @@ from tilewise.kv.quantised import SOURCES, append_quantised, new_scales
 from tilewise.kv.rotated import append_rotated
 from tilewise.kv.tables import BatchTables, HostTables, StagedTables, Tables
 from tilewise.kv.writing import copy_pages, write_rows
+from tilewise.memory import LOWEST, check_allocated
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from tilewise.subclasses import check_class
 
@@ -209,6 +210,8 @@ class PagedKVCache:
         does the bookkeeping of `append`. Fixed steps treat shared prefixes like any keys.
         """
         self._refuse_unwritten(None)
+        if min(map(Tensor.data_ptr, (*self._stored, *self._scales))) < LOWEST:
+            self._refuse_freed()
         other = isinstance(requests, (str, bytes, Tensor)) or getattr(requests, "ndim", 1) != 1
         if other or not isinstance(requests, Collection):
             fix = "Pass what add() returned, in a list."
@@ -270,7 +273,7 @@ class PagedKVCache:
             new = torch.empty((len(k), 1, *self.k.shape[3:]), dtype=torch.float32, device=self.device)
             targets, places = self._parts(new), torch.arange(len(k), device=self.device)
         elif self._scales:
-            k_scale, v_scale = (scale[layer] for scale in self._scales)
+            k_scale, v_scale = self._of_layer(self._scales, layer)
         turned = append_rotated(
             q,
             k,
@@ -348,15 +351,15 @@ class PagedKVCache:
         """K and V of a layer: (num_pages, page_size, num_kv_heads, dim), to be read in place. Of latents, V is a view
         of K.
         """
-        number = self._number(layer)
-        return self.k[number], self.v[number]
+        k, v = self._of_layer((self.k, self.v), self._number(layer))
+        return k, v
 
     def attended(self, layer: int = 0) -> tuple[Tensor | Fp8Tensor, Tensor | Fp8Tensor]:
         """K and V of a layer as `attention_paged` takes them: 8-bit pages with their scales."""
         k_pages, v_pages = self.pages(layer)
         if not self._scales:
             return k_pages, v_pages
-        scales = [scale[layer] for scale in self._scales]
+        scales = self._of_layer(self._scales, layer)
         if k_pages.dtype == torch.int8:
             k_tokens = Fp8Tensor(k_pages, scales[0], "token", "paged", block=1)
             return k_tokens, Fp8Tensor(v_pages, scales[1], "token", "paged", block=1)
@@ -473,7 +476,8 @@ class PagedKVCache:
 
     def _targets(self, layer: int) -> tuple[Tensor, Tensor]:
         """Where new rows of k and v go in the pages of a layer."""
-        return self._parts(self.k[layer]) if self.latent else (self.k[layer], self.v[layer])
+        k, v = self._of_layer((self.k, self.v), layer)
+        return self._parts(k) if self.latent else (k, v)
 
     def _parts(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of latents that `append` takes as k, and as v."""
@@ -482,13 +486,28 @@ class PagedKVCache:
 
     def _quantised(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
         """The e4m3 pages of a layer, and their scales."""
-        return [pages[layer] for pages in self._stored], [scale[layer] for scale in self._scales]
+        return self._of_layer(self._stored, layer), self._of_layer(self._scales, layer)
+
+    def _of_layer(self, tensors: Sequence[Tensor], layer: int) -> list[Tensor]:
+        """A layer of each tensor. Torch makes no view of freed storage; its error names no tensor."""
+        try:
+            return [tensor[layer] for tensor in tensors]
+        except RuntimeError:
+            self._refuse_freed()
+            raise
 
     def _note_written(self, layer: int) -> None:
         if not self._capturing():
             self._written.add(layer)
             if len(self._written) == len(self.k):
                 self.book.commit()
+
+    def _refuse_freed(self) -> None:
+        """Refuse if somebody freed the storage of pages or scales."""
+        held = (*self._stored, *self._scales)
+        sides = ("k",) if self.latent else ("k", "v")
+        names = (*(f"PagedKVCache.{side}" for side in sides), *(f"the scales of PagedKVCache.{side}" for side in sides))
+        check_allocated(names, held)
 
     def _refuse_finished(self) -> None:
         assert self._step is not None

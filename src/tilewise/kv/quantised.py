@@ -29,7 +29,7 @@ from tilewise.canonical import contiguous_last
 from tilewise.fp8.container import E4M3_MAX
 from tilewise.fp8.rounding import AMAX_FLOOR, encode, encode_rows
 from tilewise.kv.writing import write_rows
-from tilewise.memory import touch
+from tilewise.memory import LOWEST, check_allocated, touch
 
 __all__ = ["SOURCES", "append_quantised", "new_scales", "write_quantised"]
 
@@ -61,6 +61,11 @@ def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Seq
     strided = slots.device.type == "cpu" and not all(scale.is_contiguous() for scale in scales)
     backend = dispatch.serving(slots.device.type) if plain and not strided else None
     if backend is not None:
+        given = (*new, *pages, *scales, slots)
+        if min(map(Tensor.data_ptr, given)) < LOWEST:  # freed, or no elements
+            sides = ("k", "v")[: len(new)]
+            names = (*sides, *(f"{side}_pages" for side in sides), *(f"{side}_scale" for side in sides), "slots")
+            check_allocated(names, given)
         k, v = contiguous_last(new[0]), None if len(new) == 1 else contiguous_last(new[1])
         (k_pages, v_pages), (k_scale, v_scale) = (
             (kept[0], None if len(kept) == 1 else kept[1]) for kept in (pages, scales)

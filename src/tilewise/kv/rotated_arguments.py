@@ -15,7 +15,7 @@ from tilewise import settings
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3
 from tilewise.fp8.quantisation import SCALE_RANGE
-from tilewise.memory import extent, overlap, overlaps_itself
+from tilewise.memory import check_allocated, extent, overlap, overlaps_itself
 from tilewise.problem import MAX_HEAD_DIM
 from tilewise.subclasses import check_class
 from tilewise.validation.results import Disjoint, check_strides
@@ -73,6 +73,7 @@ def check_arguments(tensors: Sequence[Any], norm_eps: Any) -> None:
     compiling = torch.compiler.is_compiling()
     check = _check_views.__wrapped__ if compiling else _check_views
     check(tuple(views), norm_eps, torch.is_grad_enabled())
+    check_allocated(Step._fields, tensors)
     if not compiling and (tensors[0].device.type == "cpu" or settings.current().check_values):
         given = Step(*tensors)
         _check_within("positions", given.positions, 0, len(given.cos_sin), "the rows of cos_sin")

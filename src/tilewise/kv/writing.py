@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise import calls, dispatch
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
-from tilewise.memory import touch
+from tilewise.memory import check_allocated, touch
 
 __all__ = ["copy_pages", "write_rows"]
 
@@ -42,6 +42,7 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
 def _write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, slot: calls.Slot | None) -> None:
     """Check and write; later calls with this signature only write."""
     given = (k, v, k_pages, v_pages, slots)
+    check_allocated(("k", "v", "k_pages", "v_pages", "slots"), given)
     if not k.dtype == v.dtype == k_pages.dtype == v_pages.dtype:
         dtypes = ", ".join(str(t.dtype) for t in given[:4])
         raise InvalidProblem("k, v, k_pages, v_pages", "one dtype", dtypes, "Convert k and v to that of the pages.")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise import settings
 from tilewise.errors import InvalidProblem
-from tilewise.memory import Reader
+from tilewise.memory import Reader, check_allocated, check_there
 from tilewise.operands import Flags, Operands, Options
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names
@@ -30,6 +30,7 @@ from tilewise.validation.flags import (
     autocast,
     autocast_stand_ins,
     check_flag,
+    is_autocast,
     normalise,
     require_tensors,
     seed_tensor,
@@ -37,7 +38,7 @@ from tilewise.validation.flags import (
 from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import split_scales, unwrapped
 from tilewise.validation.results import Disjoint, check_out, check_result
-from tilewise.validation.tensors import FLOATS, TensorSpec, describe, public_names
+from tilewise.validation.tensors import FLOATS, TILE_MASK, TensorSpec, describe, public_names
 from tilewise.validation.values import check_values, longest_sequences, pages_in_use
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "check_contents",
     "check_flag",
     "check_result",
+    "check_storage",
     "check_structure",
     "checked",
     "describe",
@@ -68,6 +70,7 @@ __all__ = [
 
 # By kind: the layouts that FP8 containers of q, and of k and v, must have, and the tensors that a caller passes.
 _LAYOUTS: dict[Kind, tuple[str, ...]] = {"varlen": ("packed",), "paged": ("packed", "paged")}
+_SHOWN = {kind: [(public_names(kind) | TILE_MASK).get(name, name) for name in Operands._fields] for kind in OPERANDS}
 _PASSED = {kind: tuple(names[: names.index("sinks") + 1]) for kind in OPERANDS for names in [operand_names(kind)]}
 
 
@@ -90,6 +93,8 @@ def checked(
     named = {shown.get(name, name): getattr(operands, name) for name in _PASSED[kind]}
     require_tensors(optional=OPTIONAL_PAGED if kind == "paged" else OPTIONAL, **named, out=operands.out)
     if cast:
+        if is_autocast(q):  # it reads them
+            check_allocated(named, named.values())
         q, k, v = autocast(q, k, v)
     if needs_grad is None:
         needs_grad = any_needs_grad(q, k, v, operands.bias, operands.sinks)
@@ -125,6 +130,7 @@ def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
     """Validate real tensors and describe them. The structural part is cached per combination of specs and flags."""
+    check_there(_SHOWN[kind], operands)
     specs, latent = _specs(operands), is_latent(operands.k, operands.v)
     if not reads_contents(kind, operands):
         return _describe(kind, specs, flags, latent)
@@ -133,6 +139,11 @@ def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem
     problem = _describe(kind, specs, longest_sequences(operands, flags), latent)
     check_values(problem, operands)
     return problem
+
+
+def check_storage(kind: Kind, operands: Operands) -> None:
+    """Raise unless every storage holds its tensor. `problem_of` only finds storage that was freed."""
+    check_allocated(_SHOWN[kind], operands)
 
 
 def check_structure(kind: Kind, operands: Operands, flags: Flags) -> None:

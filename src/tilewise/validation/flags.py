@@ -229,6 +229,11 @@ def autocast_stand_ins(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+def is_autocast(tensor: Tensor) -> bool:
+    """Whether `autocast` may convert such tensors."""
+    return _autocast_dtype(tensor) is not None
+
+
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     kind = tensor.device.type
     return None if kind == "meta" or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)

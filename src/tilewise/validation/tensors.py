@@ -86,6 +86,8 @@ DTYPES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
     "seed": ((torch.int64,), "Convert it with .to(torch.int64)."),
 }
 
+# The tensors of a tile mask, by the caller's name.
+TILE_MASK = dict.fromkeys(("tiles", "tile_bits", "tile_lists"), "mask")
 # Minimum sizes: a model with zero heads is a mistake, while an empty batch or sequence is legal.
 LEAST: dict[str, int] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 1, "head_dim_v": 1, "page_size": 1}
 # The advice for wider heads: columns of v are independent of one another, those of q and k are not.
@@ -115,7 +117,7 @@ def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], f
         for name, t in zip(Operands._fields, operands, strict=True)
         if t is not None
     }
-    public = public_names(kind) | dict.fromkeys(("tiles", "tile_bits", "tile_lists"), "mask")
+    public = public_names(kind) | TILE_MASK
     sizes = _bind_shapes(SHAPES[f"dense {flags.layout}" if kind == "dense" else kind], specs, public)
     _check_sizes(sizes)
     _check_dtypes(specs, public)
