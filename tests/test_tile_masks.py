@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from collections.abc import Callable
@@ -322,15 +323,104 @@ def test_a_second_call_with_another_mask_of_the_same_shape_uses_that_mask() -> N
             torch.testing.assert_close(tw.attention(q, k, v, mask=mask), tw.attention(q, k, v, mask=mask.dense()))
 
 
+def chunks_in_inference_mode() -> TileMask:
+    with torch.inference_mode():
+        return TileMask.chunks(7, 40)
+
+
+def of_inference_tensors() -> TileMask:
+    with torch.inference_mode():
+        made = TileMask.chunks(7, 40)
+        return TileMask(made.tiles.clone(), made.bits.clone(), 40, 40)
+
+
 @pytest.mark.parametrize("part", ["tiles", "bits"])
-def test_a_mask_that_was_written_into_is_refused(part: str) -> None:
-    q, mask = torch.randn(1, 1, 40, 16), TileMask.chunks(7, 40)
+@pytest.mark.parametrize("made", [lambda: TileMask.chunks(7, 40), chunks_in_inference_mode, of_inference_tensors])
+@pytest.mark.parametrize("writing", [torch.enable_grad, torch.inference_mode])
+def test_a_mask_that_was_written_into_is_refused(part: str, made: Callable[[], TileMask], writing: Any) -> None:
+    q, mask = torch.randn(1, 1, 40, 16), made()
     for _ in range(2):  # the second call is the cached one
         tw.attention(q, q, q, mask=mask)
-    getattr(mask, part).zero_()
-    for call in (tw.attention, tw.explain):
+    with writing():
+        getattr(mask, part).zero_()
+        for call in (tw.attention, tw.explain):
+            with pytest.raises(tw.InvalidProblem, match="written into"):
+                call(q, q, q, mask=mask)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask.dense(),
+        lambda mask: mask.cut((0, 20), (0, 40)),
+        lambda mask: mask.cut((1, 20), (0, 40)),
+        lambda mask: mask.grow(torch.ones(1, 40, dtype=torch.bool)),
+        lambda mask: ~mask,
+        lambda mask: TileMask.chunks(5, 40) & mask,
+        lambda mask: mask | TileMask.chunks(5, 40),
+        lambda mask: TileMask.stack([mask]),
+        lambda mask: TileMask.stack([mask], seqlen_k=50),
+        lambda mask: mask.to("meta"),
+        pickle.dumps,
+        copy.deepcopy,
+        copy.copy,
+    ],
+    ids=["dense", "cut", "cut inside", "grow", "~", "&", "|", "stack", "longer", "to", "pickle", "deepcopy", "copy"],
+)
+def test_no_other_mask_is_made_of_one_that_was_written_into(use: Callable[[TileMask], object]) -> None:
+    mask = TileMask.chunks(7, 40)
+    use(mask)
+    mask.bits.zero_()
+    with pytest.raises(tw.InvalidProblem, match="written into"):
+        use(mask)
+
+
+@pytest.mark.parametrize("number", [2**30, -7, -(2**31), 2**31 - 1])
+def test_a_tile_that_names_no_bits_is_hidden_in_the_reference(number: int) -> None:
+    """Writes through NumPy are not counted. tests/backends/guarded_memory.py has the same for the CPU's kernels."""
+    q, mask = torch.randn(1, 1, 300, 8), random_mask(300, 300)
+    hidden = mask.tiles.clone()
+    hidden[..., 1] = EMPTY
+    wanted = tw.attention(q, q, q, mask=TileMask(hidden, mask.bits, 300, 300), backend="reference")
+    mask.tiles.numpy()[..., 1] = number
+    assert torch.equal(tw.attention(q, q, q, mask=mask, backend="reference"), wanted)
+
+
+def test_writing_into_the_tensors_a_mask_was_made_of() -> None:
+    """Those that are evaluated may change afterwards; those that it consists of, and of which it was cut, may not."""
+    ids, q = torch.arange(200) // 60, torch.randn(1, 1, 200, 8)
+    dense = TileMask.documents(ids).dense()
+    masks = [TileMask.documents(ids), TileMask.from_dense(dense)]
+    before = masks[0].dense()
+    ids.zero_()
+    dense.zero_()
+    assert all(torch.equal(mask.dense(), before) for mask in masks)
+    whole = TileMask.documents(torch.arange(200) // 60)
+    again, part = TileMask(whole.tiles, whole.bits, 200, 200), whole.cut((0, 128), (0, 200))
+    whole.tiles.zero_()
+    for mask, rows in ((again, q), (part, q[:, :, :128])):
         with pytest.raises(tw.InvalidProblem, match="written into"):
-            call(q, q, q, mask=mask)
+            tw.attention(rows, q, q, mask=mask)
+
+
+def test_a_mask_written_into_between_forward_and_backward_is_refused() -> None:
+    q, mask = torch.randn(1, 1, 40, 16, requires_grad=True), TileMask.chunks(7, 40)
+    for _ in range(2):
+        out = tw.attention(q, q, q, mask=mask)
+        out.sum().backward()
+    out = tw.attention(q, q, q, mask=mask)
+    mask.bits.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_mask_made_in_inference_mode_can_be_trained_with() -> None:
+    q = torch.randn(1, 1, 40, 16, requires_grad=True)
+    grads = [
+        torch.autograd.grad(tw.attention(q, q, q, mask=mask).sum(), q)[0]
+        for mask in (chunks_in_inference_mode(), TileMask.chunks(7, 40))
+    ]
+    assert torch.equal(*grads)
 
 
 def test_compiled_exported_and_vmapped() -> None:

@@ -74,36 +74,45 @@ class TileMask:
     seqlen_k: int
     # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column.
     lists: Tensor | None = dataclasses.field(init=False, default=None)
-    # torch's counts of writes into tiles and bits, where it counts: not while a compiler traces or in inference mode.
-    _writes: tuple[int, int] | None = dataclasses.field(init=False, default=None)
+    # torch's counts of writes into tiles, bits and lists; None if a compiler traced the making, which has no counts.
+    _writes: tuple[int, int, int] | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         _check_parts(self)
+        is_traced = torch.compiler.is_compiling()
+        # Torch counts no writes into tensors that are made in inference mode, and does not save them for a backward.
+        with contextlib.nullcontext() if is_traced else torch.inference_mode(False):
+            self._store(is_traced)
+
+    def _store(self, is_traced: bool) -> None:
         # Here and not when first asked for, so that a compiler sees one kind of mask.
         ordered = bits_by_keys if self.tiles.device.type == "cpu" else bits_by_queries
-        object.__setattr__(self, "tiles", unwrapped("TileMask.tiles", self.tiles))
-        object.__setattr__(self, "bits", unwrapped("TileMask.bits", ordered(self.bits)))
-        if self.tiles.is_cuda:
+        tiles, bits = unwrapped("TileMask.tiles", self.tiles), unwrapped("TileMask.bits", ordered(self.bits))
+        if not is_traced:
+            tiles, bits = (part.clone() if part.is_inference() else part for part in (tiles, bits))
+        object.__setattr__(self, "tiles", tiles)
+        object.__setattr__(self, "bits", bits)
+        if tiles.is_cuda:
             from tilewise.backends.gpu import tile_lists
 
-            object.__setattr__(self, "lists", unwrapped("TileMask.lists", tile_lists.made(self.tiles)))
-        if not (torch.compiler.is_compiling() or self.tiles.is_inference() or self.bits.is_inference()):
-            object.__setattr__(self, "_writes", (self.tiles._version, self.bits._version))  # noqa: SLF001
+            object.__setattr__(self, "lists", unwrapped("TileMask.lists", tile_lists.made(tiles)))
+        if not is_traced:
+            object.__setattr__(self, "_writes", _counted(tiles, bits, self.lists))
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tiles, bits and lists, as kernels read them. An error if somebody has written into the first two: a tile
-        could name bits that are not there.
+        """Tiles, bits and lists, as kernels read them. An error if somebody has written into them, where torch counts
+        writes: not those through `.data` or NumPy. Kernels hide tiles whose bits are not there.
         """
-        tiles, bits, writes = self.tiles, self.bits, self._writes
-        if writes is not None and not torch.compiler.is_compiling() and writes != (tiles._version, bits._version):  # noqa: SLF001
+        tiles, bits, lists, writes = self.tiles, self.bits, self.lists, self._writes
+        if writes is not None and not torch.compiler.is_compiling() and writes != _counted(tiles, bits, lists):
             fix = "Masks never change: make another one."
             raise InvalidProblem("mask", "a tile mask as it was made", "one whose tensors were written into", fix)
-        return tiles, bits, self.lists
+        return tiles, bits, lists
 
     def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int]]:
         # Lists are made again: a mask may be loaded on another device.
-        return TileMask, (self.tiles, self.bits, self.seqlen_q, self.seqlen_k)
+        return TileMask, (*self.parts[:2], self.seqlen_q, self.seqlen_k)
 
     # Making masks
 
@@ -365,11 +374,11 @@ class TileMask:
         parts, count = [], 0
         for index, mask in enumerate(masks):
             _check_same_device(masks[0], mask)
-            clean = mask._hidden_past_its_lengths(*lengths)  # noqa: SLF001
-            own = clean.tiles[0].expand(heads, -1, -1)
+            clean, bits, _ = mask._hidden_past_its_lengths(*lengths).parts  # noqa: SLF001
+            own = clean[0].expand(heads, -1, -1)
             tiles[index, :, : own.shape[1], : own.shape[2]] = torch.where(own >= 0, own + count, own)
-            parts.append(clean.bits)
-            count += len(clean.bits)
+            parts.append(bits)
+            count += len(bits)
         return TileMask(tiles, torch.cat(parts), *lengths)
 
     # What it is
@@ -404,7 +413,7 @@ class TileMask:
         """The boolean tensor (batch or 1, heads or 1, seqlen_q, seqlen_k): as `mask=` it takes the general path, which
         computes every pair.
         """
-        return visible(self.tiles, self.bits, self.seqlen_q, self.seqlen_k)
+        return visible(*self.parts[:2], self.seqlen_q, self.seqlen_k)
 
     def __repr__(self) -> str:
         batch, heads, seqlen_q, seqlen_k = self.shape
@@ -449,7 +458,8 @@ class TileMask:
         target = torch.device(device)
         if target == self.device or (target.type == self.device.type and target.index is None):
             return self
-        return TileMask(self.tiles.to(target), self.bits.to(target), self.seqlen_q, self.seqlen_k)
+        tiles, bits, _ = self.parts
+        return TileMask(tiles.to(target), bits.to(target), self.seqlen_q, self.seqlen_k)
 
     def __and__(self, other: TileMask) -> TileMask:
         return self._combined(other, torch.bitwise_and, absorbing=EMPTY, neutral=FULL)
@@ -458,8 +468,9 @@ class TileMask:
         return self._combined(other, torch.bitwise_or, absorbing=FULL, neutral=EMPTY)
 
     def __invert__(self) -> TileMask:
-        tiles = torch.where(self.tiles == FULL, EMPTY, torch.where(self.tiles == EMPTY, FULL, self.tiles))
-        return TileMask(tiles, ~self.bits, self.seqlen_q, self.seqlen_k)
+        tiles, bits, _ = self.parts
+        tiles = torch.where(tiles == FULL, EMPTY, torch.where(tiles == EMPTY, FULL, tiles))
+        return TileMask(tiles, ~bits, self.seqlen_q, self.seqlen_k)
 
     def _combined(
         self, other: TileMask, combine: Callable[[Tensor, Tensor], Tensor], *, absorbing: int, neutral: int
@@ -470,8 +481,9 @@ class TileMask:
         if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
             expected = f"a mask of {self.seqlen_q} x {self.seqlen_k}"
             raise InvalidProblem("mask", expected, f"one of {other.seqlen_q} x {other.seqlen_k}", "Cut the longer one.")
+        (my_tiles, my_bits, _), (their_tiles, their_bits, _) = self.parts, other.parts
         try:
-            mine, theirs = torch.broadcast_tensors(self.tiles, other.tiles)
+            mine, theirs = torch.broadcast_tensors(my_tiles, their_tiles)
         except RuntimeError:
             fix = "Batch and heads must be equal, or 1."
             raise InvalidProblem("mask", f"a shape that broadcasts to {self.shape}", other.shape, fix) from None
@@ -480,7 +492,7 @@ class TileMask:
         tiles[(mine == neutral) & (theirs == neutral)] = neutral
 
         def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
-            return combine(_bits_of(mine[b, h, m, n], self.bits), _bits_of(theirs[b, h, m, n], other.bits))
+            return combine(_bits_of(mine[b, h, m, n], my_bits), _bits_of(theirs[b, h, m, n], their_bits))
 
         return _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k)
 
@@ -496,13 +508,14 @@ class TileMask:
                 raise InvalidProblem(name, expected, ends, "A mask is made longer by grow or stack.")
         (row, end_row), (key, end_key) = rows, keys
         lengths = end_row - row, end_key - key
+        tiles, bits, _ = self.parts
         if row % TILE == 0 and key % TILE == 0:
             m, n = slice(row // TILE, num_tiles(end_row)), slice(key // TILE, num_tiles(end_key))
-            return TileMask(self.tiles[:, :, m, n], self.bits, *lengths)
+            return TileMask(tiles[:, :, m, n], bits, *lengths)
         return _of_pairs(
-            lambda b, h, i, j: is_visible(self.tiles, self.bits, b, h, i + row, j + key),
+            lambda b, h, i, j: is_visible(tiles, bits, b, h, i + row, j + key),
             *lengths,
-            _unknown(self.tiles.shape[:2], lengths, self.device),
+            _unknown(tiles.shape[:2], lengths, self.device),
         )
 
     def grow(self, rows: Tensor) -> TileMask:
@@ -517,7 +530,8 @@ class TileMask:
         if seqlen_k < self.seqlen_k or any(size not in (1, most) for size, most in shared):
             expected = f"a shape that fits (..., new queries, {self.seqlen_k} keys or more) of {self.shape}"
             raise InvalidProblem("rows", expected, tuple(rows.shape), "Give whole rows: one bool per key.")
-        old = self.tiles.expand(batch, heads, -1, -1)
+        old_tiles, old_bits, _ = self.parts
+        old = old_tiles.expand(batch, heads, -1, -1)
         more = new.expand(batch, heads, -1, -1)
         tiles = _unknown((batch, heads), (seqlen_q, seqlen_k), self.device)
         whole, kept = self.seqlen_q // TILE, old.shape[3]
@@ -533,12 +547,12 @@ class TileMask:
                 before = torch.zeros((), dtype=torch.bool, device=self.device)
             else:
                 at = i.clamp_max(self.seqlen_q - 1), j.clamp_max(self.seqlen_k - 1)
-                before = is_visible(old, self.bits, b, h, *at) & (j < self.seqlen_k)
+                before = is_visible(old, old_bits, b, h, *at) & (j < self.seqlen_k)
             if more.shape[2] == 0:
                 return before
             return torch.where(i < self.seqlen_q, before, more[b, h, (i - self.seqlen_q).clamp_min(0), j])
 
-        grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, self.bits)
+        grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, old_bits)
         return grown._compact()  # noqa: SLF001
 
     def _compact(self) -> TileMask:
@@ -555,16 +569,17 @@ class TileMask:
             seqlen_k <= self.seqlen_k or self.seqlen_k % TILE == 0
         ):
             return self
-        tiles = self.tiles.clone()
+        own, own_bits, _ = self.parts
+        tiles = own.clone()
         for edge in (tiles[:, :, -1:], tiles[:, :, :, -1:]):
             edge.copy_(torch.where(edge == EMPTY, EMPTY, UNKNOWN))
 
         def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
             i, j = (x[:, None] * TILE + torch.arange(TILE, device=self.device) for x in (m, n))
             inside = (i < self.seqlen_q)[:, :, None] & (j < self.seqlen_k)[:, None, :]
-            return _bits_of(self.tiles[b, h, m, n], self.bits) & packed(inside)
+            return _bits_of(own[b, h, m, n], own_bits) & packed(inside)
 
-        return _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k, self.bits)
+        return _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k, own_bits)
 
 
 def tile_mask(
@@ -784,6 +799,11 @@ INTEGERS = (torch.int32, torch.int64)
 def _check_length(name: str, length: Any, *, least: int = 0) -> None:
     if not isinstance(length, int) or isinstance(length, bool) or not least <= length < 2**31:
         raise InvalidProblem(name, f"an integer from {least} to 2^31 - 1", repr(length), "Pass a Python int.")
+
+
+def _counted(tiles: Tensor, bits: Tensor, lists: Tensor | None) -> tuple[int, int, int]:
+    """How many writes torch has counted into each."""
+    return tiles._version, bits._version, 0 if lists is None else lists._version  # noqa: SLF001
 
 
 def _check_parts(mask: TileMask) -> None:
