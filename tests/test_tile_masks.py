@@ -425,7 +425,7 @@ def test_a_mask_made_in_inference_mode_can_be_trained_with() -> None:
 
 def test_compiled_exported_and_vmapped() -> None:
     q, k, v = (torch.randn(2, 2, 300, 16, requires_grad=True) for _ in range(3))
-    masks = [random_mask(300, 300), random_mask(300, 300, batch=2, seed=1)]
+    masks = [random_mask(300, 300), random_mask(300, 300, batch=2, seed=1), TileMask.prefix(50, 300)]
 
     def step(q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> Tensor:
         out, lse = tw.attention(q * 2, k, v, mask=mask, return_lse=True)
@@ -436,6 +436,9 @@ def test_compiled_exported_and_vmapped() -> None:
     for mask in masks:
         for a, b in zip(*(torch.autograd.grad(f(q, k, v, mask), (q, k, v)) for f in (compiled, step)), strict=True):
             assert torch.equal(a, b)
+
+    with pytest.raises(tw.InvalidProblem, match="the whole prefix"):
+        torch.compile(lambda q: tw.attention(q, q, q, mask=masks[2], causal=True), backend="eager")(q)
 
     class Module(torch.nn.Module):
         def forward(self, q: Tensor) -> Tensor:
@@ -525,6 +528,108 @@ def test_explain_counts_the_pairs_of_packed_sequences_and_of_edges() -> None:
     assert plan.flops_forward == 2 * 4 * 16 * 2 * 2
 
 
+PREFIX, GRID = TileMask.prefix(20, 200), TileMask.neighbourhood((10, 20), (5, 5))
+TREE, LOOSE_TREE = TileMask.tree([-1, *range(199)]), TileMask.tree([*range(1, 200), -1])
+CROSSED = TileMask.documents(torch.arange(200) // 60, torch.arange(200) // 90)
+ALL = tile_mask(lambda _b, _h, _i, j: j >= 0, 200, 200)
+
+
+@pytest.mark.parametrize(
+    ("mask", "flags", "message"),
+    [
+        (PREFIX, {"causal": True}, "causal: expected False with TileMask.prefix"),
+        (PREFIX, {"window": (None, 0)}, "window: expected None with TileMask.prefix"),
+        (PREFIX, {"window": (50, None)}, "every query sees the whole prefix"),
+        (GRID, {"causal": True}, "causal: expected False with TileMask.neighbourhood"),
+        (TileMask.neighbourhood(200, 9), {"window": (4, 4)}, "window=(n - 1, 0)"),
+        (TREE, {"window": (50, None)}, "a node's position is its depth"),
+        (TREE, {"causal": True, "window": (50, 0)}, "window: expected None with TileMask.tree"),
+        (LOOSE_TREE, {"causal": True}, "parents come after their children"),
+        (CROSSED, {"causal": True}, "attention_varlen aligns each"),
+        (TileMask.documents(IDS[:200], IDS[:200].flip(0)), {"window": (9, 9)}, "window: expected None"),
+    ],
+)
+def test_flags_that_would_take_away_what_a_mask_promises_are_refused(
+    mask: TileMask, flags: dict[str, Any], message: str
+) -> None:
+    q = torch.randn(1, 2, 200, 8)
+    everything = TileMask(mask.tiles, mask.bits, 200, 200)
+    made = [mask, mask & ALL, ALL & mask, mask | mask, mask.cut((0, 200), (0, 200)), TileMask.stack([mask])]
+    made += [pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask), mask.to("cpu")]
+    for one in made:
+        # The cached call of another mask of the same shape is not used.
+        for _ in range(2):
+            tw.attention(q, q, q, mask=everything, **flags)
+            for call in (tw.attention, tw.explain):
+                with pytest.raises(tw.InvalidProblem) as refusal:
+                    call(q, q, q, mask=one, **flags)
+                assert message in str(refusal.value)
+        tw.attention(q, q, q, mask=one)
+        tw.attention(q, q, q, mask=one, window=(None, None))
+    with pytest.raises(tw.InvalidProblem):
+        tw.explain(q.to("meta"), q.to("meta"), q.to("meta"), mask=mask, **flags)
+
+
+@pytest.mark.parametrize("rows", [200, 130])
+@pytest.mark.parametrize(
+    ("made", "flags"),
+    [
+        (lambda rows: TileMask.chunks(70, rows, 200), {"causal": True}),
+        (lambda rows: TileMask.chunks(70, rows, 200), {"causal": True, "window": (9, 0)}),
+        (lambda rows: TileMask.chunks(70, rows, 200), {"window": (9, 9)}),
+        (lambda rows: TileMask.documents(SCATTERED[200 - rows : 200], SCATTERED[:200]), {"causal": True}),
+        (lambda rows: TileMask.documents(SCATTERED[200 - rows : 200], SCATTERED[:200]), {"window": (20, 3)}),
+        (lambda rows: TileMask.tree([-1, *range(rows - 1)], 200 - rows), {"causal": True}),
+        (lambda rows: tile_mask(lambda _b, _h, i, j: (i + j) % 3 > 0, rows, 200), {"causal": True, "window": (50, 0)}),
+    ],
+)
+def test_other_flags_join_the_mask(made: Callable[[int], TileMask], flags: dict[str, Any], rows: int) -> None:
+    """A query sees what the mask and every flag show it."""
+    mask, q, k = made(rows), torch.randn(1, 2, rows, 8), torch.randn(1, 2, 200, 8)
+    left, right = flags.get("window", (None, None))
+    distance = torch.arange(200)[None, :] - torch.arange(200 - rows, 200)[:, None]
+    seen = mask.dense()
+    seen = seen & (distance <= 0) if flags.get("causal") else seen
+    seen = seen if left is None else seen & (distance >= -left) & (distance <= right)
+    torch.testing.assert_close(tw.attention(q, k, k, mask=mask, **flags), tw.attention(q, k, k, mask=seen))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda rows, keys: TileMask.chunks(16, rows, keys),
+        lambda rows, keys: TileMask.prefix(5, rows, keys),
+        lambda rows, keys: TileMask.tree([-1, *range(rows - 1)], keys - rows),
+    ],
+    ids=["chunks", "prefix", "tree"],
+)
+def test_masks_aligned_with_the_last_key_are_made_for_each_packed_sequence(made: Callable[..., TileMask]) -> None:
+    """One of the longest sequence would be aligned with keys that shorter ones do not have."""
+    rows, lengths = 3, (100, 50)
+    q, k = torch.randn(2 * rows, 2, 8), torch.randn(150, 2, 8)
+    cu_q, cu_k = torch.tensor([0, rows, 2 * rows], dtype=torch.int32), torch.tensor([0, 100, 150], dtype=torch.int32)
+    table, ends = torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    pages = torch.zeros(2, 100, 2, 8)
+    pages[0], pages[1, :50] = k[:100], k[100:]
+
+    def packed(mask: TileMask) -> Tensor:
+        return tw.attention_varlen(q, k, k, cu_q, cu_k, mask=mask)
+
+    def paged(mask: TileMask) -> Tensor:
+        return tw.attention_paged(q, pages, pages, table, ends, cu_seqlens_q=cu_q, max_seqlen_q=rows, mask=mask)
+
+    masks = [made(rows, keys) for keys in lengths]
+    apart = [
+        tw.attention(*(x.transpose(0, 1)[None] for x in (q[rows * i :][:rows], part, part)), mask=mask)
+        for i, (part, mask) in enumerate(zip(k.split(lengths), masks, strict=True))
+    ]
+    expected = torch.cat([x[0].transpose(0, 1) for x in apart])
+    for call in (packed, paged):
+        with pytest.raises(tw.InvalidProblem, match=r"TileMask\.stack"):
+            call(masks[0])
+        torch.testing.assert_close(call(TileMask.stack(masks)), expected)
+
+
 CAUSAL: Any = "causal"
 CUBE: Any = (4, 4, 4)
 FUNCTION: Any = torch.ge
@@ -595,6 +700,7 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: TileMask(MASK.tiles, MASK.bits[:, 0], 200, 200), "shape (number, 4, 128)"),
         (lambda: TileMask(MASK.tiles, MASK.bits.to("meta"), 200, 200), "device cpu"),
         (lambda: TileMask(MASK.tiles.long(), MASK.bits, 200, 200), "an int32 tensor"),
+        (lambda: TileMask(MASK.tiles, MASK.bits, 200, 200, ("speed",)), "names among prefix"),
         (lambda: TileMask(MASK.tiles, MASK.bits, 200, 300), "shape (batch or 1, heads or 1, 2, 3)"),
     ],
 )

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,65 @@ Pairs = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Device = torch.device | str | None
 
 
+class Promise(NamedTuple):
+    """What a constructor says of its mask, and which arguments of a call would silently undo it: the left bound of a
+    window, its right bound (of which `causal` is one), lengths that differ from sequence to sequence.
+    """
+
+    by: str
+    what: str
+    fix: str
+    left: bool = False
+    right: bool = False
+    lengths: bool = False
+
+
+# By name. Masks have names, not promises, so that pickled ones follow later releases.
+PROMISES = {
+    "prefix": Promise(
+        "TileMask.prefix",
+        "every query sees the whole prefix",
+        "Leave the flag out: behind the prefix the mask is causal. A prefix beside a window is a tile_mask of a "
+        "function.",
+        left=True,
+        right=True,
+    ),
+    "neighbourhood": Promise(
+        "TileMask.neighbourhood",
+        "every token sees all of its neighbours",
+        "The last n tokens are window=(n - 1, 0) without a mask. For the part of a neighbourhood that a flag leaves, "
+        "join a tile_mask of a function by &.",
+        left=True,
+        right=True,
+    ),
+    "documents": Promise(
+        "TileMask.documents whose queries are not the last keys",
+        "the flag is aligned with the end of the row and not of each document",
+        "attention_varlen aligns each sequence; other rules are a tile_mask of a function.",
+        left=True,
+        right=True,
+    ),
+    "tree": Promise(
+        "TileMask.tree",
+        "a node's position is its depth, and a window counts nodes",
+        "Join a tile_mask of a function that knows the depths by &.",
+        left=True,
+    ),
+    "unordered tree": Promise(
+        "TileMask.tree",
+        "some parents come after their children",
+        "Leave the flag out, or put parents before their children.",
+        right=True,
+    ),
+    "aligned": Promise(
+        "TileMask.prefix, chunks or tree",
+        "it is aligned with the last key of the mask, and sequences may end before",
+        "Make one for the lengths of each sequence, and pass TileMask.stack(masks).",
+        lengths=True,
+    ),
+}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class TileMask:
     """Which keys each query sees: `mask=` of the calls. Made by `tile_mask` or one of the class methods.
@@ -66,12 +125,14 @@ class TileMask:
     Immutable; equal to itself only. `tiles` is the map (batch or 1, heads or 1, tiles of queries, tiles of keys) and
     `bits` holds the tiles that are visible in part (see tilewise.tiles). A mask of batch 1 or of one head serves all of
     them. `a & b`, `a | b` and `~a` are masks. Everything is on one device; reusing a mask never waits for it.
+    `promises` names what calls may not undo (see PROMISES).
     """
 
     tiles: Tensor
     bits: Tensor
     seqlen_q: int
     seqlen_k: int
+    promises: tuple[str, ...] = ()
     # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column.
     lists: Tensor | None = dataclasses.field(init=False, default=None)
     # torch's counts of writes into tiles, bits and lists; None if a compiler traced the making, which has no counts.
@@ -110,9 +171,9 @@ class TileMask:
             raise InvalidProblem("mask", "a tile mask as it was made", "one whose tensors were written into", fix)
         return tiles, bits, lists
 
-    def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int]]:
+    def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int, tuple[str, ...]]]:
         # Lists are made again: a mask may be loaded on another device.
-        return TileMask, (*self.parts[:2], self.seqlen_q, self.seqlen_k)
+        return TileMask, (*self.parts[:2], self.seqlen_q, self.seqlen_k, self.promises)
 
     # Making masks
 
@@ -177,7 +238,8 @@ class TileMask:
     @classmethod
     def documents(cls, ids: Tensor, ids_k: Tensor | None = None, *, device: Device = None) -> TileMask:
         """Queries see the keys of their own document. `ids` are integers (seqlen,) or (batch, seqlen), `ids_k` those of
-        the keys if they differ. A negative id is padding: it sees nothing and nothing sees it.
+        the keys if they differ. A negative id is padding: it sees nothing and nothing sees it. `causal` and `window`
+        of the call join it if the queries are the last keys.
         """
         q = _ids("ids", ids)
         k = q if ids_k is None else _together("ids_k", _ids("ids_k", ids_k), "ids", q, device)
@@ -188,10 +250,12 @@ class TileMask:
         lengths = q.shape[1], k.shape[1]
         q = q.to(_device_of(q, device))
         k = q if ids_k is None else k.to(q.device)
+        are_last = ids_k is None or (lengths[0] <= lengths[1] and torch.equal(q, k[:, lengths[1] - lengths[0] :]))
+        promises = () if are_last else ("documents",)
         making = _kernels(q, (batch, 1), lengths)
         if making is not None:
             tiles, found = making.documents(q, k)
-            return cls(tiles, found, *lengths)
+            return cls(tiles, found, *lengths, promises)
         tiles, q_tiles, k_tiles = _unknown((batch, 1), lengths, q.device), _in_tiles(q), _in_tiles(k)
         if tiles.numel():
             q_low, q_high = (x[:, :, None] for x in q_tiles.aminmax(dim=-1))
@@ -205,7 +269,7 @@ class TileMask:
             mine = q_tiles[b, m][:, :, None]
             return packed((mine == k_tiles[b, n][:, None]) & (mine >= 0))
 
-        return _evaluated(tiles, bits, *lengths)
+        return _promising(_evaluated(tiles, bits, *lengths), *promises)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, seqlen: int, *, device: Device = None) -> TileMask:
@@ -223,29 +287,33 @@ class TileMask:
         cls, lengths: int | Sequence[int] | Tensor, seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None
     ) -> TileMask:
         """Prefix-LM: all queries see the first `lengths` keys (one number, or one per sequence), and the other keys
-        causally, the last query aligned with the last key.
+        causally, the last query aligned with the last key. Calls with `causal` or `window`, which would hide the
+        prefix, are refused.
         """
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
         rows = _positions(seqlen_q, seqlen_k)
         ends = torch.maximum(_prefixes(lengths), rows + 1)
-        return cls.from_intervals(torch.zeros_like(ends), ends, seqlen_k, device=_device_of(lengths, device))
+        mask = cls.from_intervals(torch.zeros_like(ends), ends, seqlen_k, device=_device_of(lengths, device))
+        return _promising(mask, "prefix", *_aligned(seqlen_q, seqlen_k))
 
     @classmethod
     def chunks(cls, size: int, seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None) -> TileMask:
-        """Chunked attention: a query sees the keys of its own chunk of `size` keys, the last query aligned with the
-        last key. Give `causal=True` to the call for chunks that are causal inside.
+        """Chunks: a query sees all keys of its own chunk of `size` keys, later ones too, the last query aligned with
+        the last key. Chunked attention of decoders, which is causal inside a chunk, is this mask with `causal=True`.
         """
         _check_length("size", size, least=1)
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
         starts = _positions(seqlen_q, seqlen_k) // size * size
-        return cls.from_intervals(starts, starts + size, seqlen_k, device=device)
+        mask = cls.from_intervals(starts, starts + size, seqlen_k, device=device)
+        return _promising(mask, *_aligned(seqlen_q, seqlen_k))
 
     @classmethod
     def neighbourhood(
         cls, shape: int | tuple[int, int], window: int | tuple[int, int], *, device: Device = None
     ) -> TileMask:
         """Each token sees the `window` nearest tokens along each axis, itself among them: of a sequence of `shape`
-        tokens, or of a grid (height, width) read row by row. At an edge the window is moved inside.
+        tokens, or of a grid (height, width) read row by row. At an edge the window is moved inside. Calls with
+        `causal` or `window`, which would hide neighbours, are refused.
         """
         sizes = shape if isinstance(shape, tuple) else (shape,)
         windows = window if isinstance(window, tuple) else (window,) * len(sizes)
@@ -262,7 +330,7 @@ class TileMask:
             bounds.append(torch.stack([start, start + width]))
         if len(sizes) == 1:
             start, end = bounds[0].unbind()
-            return cls.from_intervals(start, end, sizes[0], device=device)
+            return _promising(cls.from_intervals(start, end, sizes[0], device=device), "neighbourhood")
         height, width = sizes
         # From the first neighbour to the last: tiles outside are empty.
         ends = (bounds[0] - torch.tensor([[0], [1]], device="cpu"))[:, :, None] * width + bounds[1][:, None]
@@ -276,12 +344,13 @@ class TileMask:
             return (ky >= top[y]) & (ky < bottom[y]) & (kx >= left[x]) & (kx < right[x])
 
         tiles = torch.where(tiles == EMPTY, EMPTY, UNKNOWN).to(torch.int32)
-        return _of_pairs(pairs, height * width, height * width, tiles)
+        return _promising(_of_pairs(pairs, height * width, height * width, tiles), "neighbourhood")
 
     @classmethod
     def tree(cls, parents: Sequence[int] | Tensor, context: int = 0, *, device: Device = None) -> TileMask:
         """The nodes of a tree, as in speculative decoding: each sees itself, its ancestors, and `context` keys before
-        the tree. `parents` are integers (nodes,) or (batch, nodes); a root's is negative.
+        the tree. `parents` are integers (nodes,) or (batch, nodes); a root's is negative. `causal` changes nothing if
+        parents come before their children, and is refused if not; so is a window, which would count nodes.
         """
         given: Any = parents
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
@@ -307,7 +376,9 @@ class TileMask:
             return (j < context) | seen[b, i, (j - context).clamp_min(0)]
 
         lengths = nodes, context + nodes
-        return _of_pairs(pairs, *lengths, _unknown((up.shape[0], 1), lengths, up.device))
+        mask = _of_pairs(pairs, *lengths, _unknown((up.shape[0], 1), lengths, up.device))
+        order = () if bool((up < node).all()) else ("unordered tree",)
+        return _promising(mask, "tree", *order, *_aligned(*lengths))
 
     @classmethod
     def from_block_mask(cls, block_mask: Any, *, batch: int = 1, heads: int = 1) -> TileMask:
@@ -379,7 +450,9 @@ class TileMask:
             tiles[index, :, : own.shape[1], : own.shape[2]] = torch.where(own >= 0, own + count, own)
             parts.append(bits)
             count += len(bits)
-        return TileMask(tiles, torch.cat(parts), *lengths)
+        # Each is aligned within its own lengths.
+        kept = {name for mask in masks for name in mask.promises} - {"aligned"}
+        return _promising(TileMask(tiles, torch.cat(parts), *lengths), *kept)
 
     # What it is
 
@@ -459,7 +532,7 @@ class TileMask:
         if target == self.device or (target.type == self.device.type and target.index is None):
             return self
         tiles, bits, _ = self.parts
-        return TileMask(tiles.to(target), bits.to(target), self.seqlen_q, self.seqlen_k)
+        return TileMask(tiles.to(target), bits.to(target), self.seqlen_q, self.seqlen_k, self.promises)
 
     def __and__(self, other: TileMask) -> TileMask:
         return self._combined(other, torch.bitwise_and, absorbing=EMPTY, neutral=FULL)
@@ -494,7 +567,8 @@ class TileMask:
         def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
             return combine(_bits_of(mine[b, h, m, n], my_bits), _bits_of(theirs[b, h, m, n], their_bits))
 
-        return _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k)
+        found = _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k)
+        return _promising(found, *self.promises, *other.promises)
 
     def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> TileMask:
         """The mask of queries rows[0] .. rows[1]-1 and keys keys[0] .. keys[1]-1. Nothing is evaluated again where both
@@ -511,12 +585,13 @@ class TileMask:
         tiles, bits, _ = self.parts
         if row % TILE == 0 and key % TILE == 0:
             m, n = slice(row // TILE, num_tiles(end_row)), slice(key // TILE, num_tiles(end_key))
-            return TileMask(tiles[:, :, m, n], bits, *lengths)
-        return _of_pairs(
+            return TileMask(tiles[:, :, m, n], bits, *lengths, self.promises)
+        found = _of_pairs(
             lambda b, h, i, j: is_visible(tiles, bits, b, h, i + row, j + key),
             *lengths,
             _unknown(tiles.shape[:2], lengths, self.device),
         )
+        return _promising(found, *self.promises)
 
     def grow(self, rows: Tensor) -> TileMask:
         """The mask with more queries, as decoding adds them: `rows` is boolean (..., new queries, keys), with as many
@@ -553,7 +628,7 @@ class TileMask:
             return torch.where(i < self.seqlen_q, before, more[b, h, (i - self.seqlen_q).clamp_min(0), j])
 
         grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, old_bits)
-        return grown._compact()  # noqa: SLF001
+        return _promising(grown._compact(), *self.promises)  # noqa: SLF001
 
     def _compact(self) -> TileMask:
         """Without the bits that no tile names."""
@@ -801,6 +876,17 @@ def _check_length(name: str, length: Any, *, least: int = 0) -> None:
         raise InvalidProblem(name, f"an integer from {least} to 2^31 - 1", repr(length), "Pass a Python int.")
 
 
+def _promising(mask: TileMask, *names: str) -> TileMask:
+    """A mask that was just made, with promises."""
+    object.__setattr__(mask, "promises", tuple(sorted(set(names))))
+    return mask
+
+
+def _aligned(seqlen_q: int, seqlen_k: int) -> tuple[str, ...]:
+    """With as many queries as keys the first ones are aligned, too: of sequences of any length."""
+    return () if seqlen_q == seqlen_k else ("aligned",)
+
+
 def _counted(tiles: Tensor, bits: Tensor, lists: Tensor | None) -> tuple[int, int, int]:
     """How many writes torch has counted into each."""
     return tiles._version, bits._version, 0 if lists is None else lists._version  # noqa: SLF001
@@ -825,6 +911,8 @@ def _check_parts(mask: TileMask) -> None:
         raise InvalidProblem("TileMask.bits", expected, tuple(mask.bits.shape), fix)
     if mask.bits.device != mask.tiles.device:
         raise InvalidProblem("TileMask.bits", f"device {mask.tiles.device} as tiles has", mask.bits.device, fix)
+    if not PROMISES.keys() >= set(mask.promises):
+        raise InvalidProblem("TileMask.promises", f"names among {', '.join(PROMISES)}", mask.promises, fix)
     is_read = mask.tiles.device.type == "cpu" or (mask.tiles.is_cuda and settings.current().check_values)
     if is_read and type(mask.tiles) is Tensor and mask.tiles.numel():
         least, most = (int(end) for end in torch.aminmax(mask.tiles))

@@ -294,12 +294,11 @@ def tile_masks() -> Iterator[tuple[str, tw.TileMask]]:
     yield "intervals", tw.TileMask.from_intervals(rows, rows + 40, 200)
     yield "documents", tw.TileMask.documents(ids[50:], ids)
     yield "cu_seqlens", tw.TileMask.from_cu_seqlens(torch.tensor([0, 30, 200]), 200)
-    yield "prefix", tw.TileMask.prefix([20, 130], 150, 200)
-    yield "chunks", tw.TileMask.chunks(70, 150, 200)
+    yield "prefix", tw.TileMask.stack([tw.TileMask.prefix(n, 150, 200) for n in (20, 130)])
+    yield "chunks", tw.TileMask.stack([tw.TileMask.chunks(n, 150, 200) for n in (70, 100)])
     yield "neighbourhood", tw.TileMask.neighbourhood((10, 20), (5, 7))
-    yield "tree", tw.TileMask.tree([-1, *range(149)], 50)
+    yield "tree", tw.TileMask.stack([tw.TileMask.tree([-1, *range(149)], 50)] * 2)
     yield "BlockMask", tw.TileMask.from_block_mask(within(lambda _b, _h, i, j: i >= j))
-    yield "stacked", tw.TileMask.stack([tw.TileMask.chunks(9, 150, 200), tw.TileMask.prefix(9, 100)])
 
 
 def masked(mask: tw.TileMask, kind: Kind, guarded: Callable[[Tensor], Tensor]) -> Results:
@@ -307,12 +306,11 @@ def masked(mask: tw.TileMask, kind: Kind, guarded: Callable[[Tensor], Tensor]) -
     batch, (rows, keys), dtype = 2, mask.shape[2:], torch.bfloat16 if kind == "varlen" else torch.float32
     lengths = [torch.arange(batch + 1, dtype=torch.int32) * n for n in (rows, keys)]
     if kind == "paged":
-        pages = [guarded(normal(batch, keys, 2, 16, dtype=dtype)) for _ in range(2)]
+        k, v = (guarded(normal(batch, keys, 2, 16, dtype=dtype)) for _ in range(2))
         table, ends = (guarded(torch.tensor(x, dtype=torch.int32)) for x in ([[0], [1]], [keys] * batch))
         query, totals = guarded(normal(batch * rows, 4, 16, dtype=dtype)), guarded(lengths[0])
-        return {
-            "out": tw.attention_paged(query, *pages, table, ends, cu_seqlens_q=totals, max_seqlen_q=rows, mask=mask)
-        }
+        out = tw.attention_paged(query, k, v, table, ends, cu_seqlens_q=totals, max_seqlen_q=rows, mask=mask)
+        return {"out": out}
     shapes = [(4, rows), (2, keys), (2, keys)]
     tensors = [
         normal(batch, heads, n, 16, dtype=dtype) if kind == "dense" else normal(batch * n, heads, 16, dtype=dtype)
