@@ -17,6 +17,7 @@ import tilewise as tw
 from making import watched
 from tilewise import TileMask, tile_mask, tile_masks
 from tilewise.masks import TileCounts
+from tilewise.plan.plots import traffic_by_length
 from tilewise.tiles import EMPTY, bits_by_queries, is_visible, lists_of, sections, visible
 
 Sees = Callable[[int, int, Tensor, Tensor], Tensor]
@@ -498,7 +499,12 @@ def test_explain_counts_the_tiles() -> None:
     assert tuple(plan.mask.tiles) == (8 * 4, 8 * 8, 8 * (64 - 12))
     # All pairs of these documents that causal leaves.
     assert plan.flops_forward == 8 * 4 * (256 * 257 // 2) * 4 * 64
-    assert "96 of 512 visited" in " ".join(str(plan).split())
+    # One count, in the report and in its dict.
+    report = " ".join(str(plan).split())
+    assert "128 x 128 of the mask, all heads: 96 of 512 visited (18.8 %), 64 of them masked, 416 skipped" in report
+    assert report.count("visited") == 1
+    assert plan.tiles == plan.mask.tiles
+    assert plan.to_dict()["tiles"] == {"full": 32, "partial": 64, "skipped": 416, "visited": 96}
     assert tw.explain(q, q, q).mask is None
     half = q.bfloat16()
     there = tw.explain(half, half, half, mask=mask, device="h200")
@@ -508,10 +514,28 @@ def test_explain_counts_the_tiles() -> None:
     # Tensors without contents, for which the mask has some.
     shape = half.to("meta")
     assert tw.explain(shape, shape, shape, mask=mask, device="h200").mask == there.mask
-    assert tw.explain(shape, shape, shape, mask=mask.to("meta"), device="h200").mask is None
+    unread = tw.explain(shape, shape, shape, mask=mask.to("meta"), device="h200")
+    assert unread.mask is None
+    assert "the tile mask has no contents here: every tile counts" in " ".join(str(unread).split())
     there = tw.explain(half, half, half, mask=mask, causal=True, device="h200")
     assert there.backend == "triton"
     assert [name for name, reason in there.rejected if "tile mask" in reason] == ["hopper"]
+
+
+def test_explain_counts_the_bytes_of_visited_tiles() -> None:
+    """Four documents of 2 x 2 tiles: each block of queries reads a quarter of the keys."""
+    q = torch.empty(1, 1, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
+    documents, everything = (TileMask.documents(torch.arange(1024) // size) for size in (256, 1024))
+    plain, all_seen, some = (tw.explain(q, q, q, mask=m, device="h200") for m in (None, everything, documents))
+    grid = plain.tile
+    assert all_seen.tiled == plain.tiled
+    forward = 1024 * (64 + 64) + (1024 // grid.block_m) * 256 * (64 + 64)
+    assert tw.explain(*[q.detach()] * 3, mask=documents, device="h200").tiled.traffic.elements == forward
+    backward = 1024 * 64 * 2 + 1024 * 128 * 2 + (1024 // grid.block_n) * 256 * 128 + 1024 * 64
+    assert some.tiled.traffic.elements == forward + backward
+    assert some.tiled.bytes_moved < 0.5 * plain.tiled.bytes_moved
+    drawn = {at.keys: at.tiled for at in traffic_by_length(some)}
+    assert drawn[1024] == some.tiled.bytes_moved
 
 
 def test_explain_counts_the_pairs_of_packed_sequences_and_of_edges() -> None:
