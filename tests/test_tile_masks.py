@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import tilewise as tw
 from making import watched
 from tilewise import TileMask, tile_mask, tile_masks
 from tilewise.masks import TileCounts
+from tilewise.plan.plots import traffic_by_length
 from tilewise.tiles import EMPTY, bits_by_queries, is_visible, lists_of, sections, visible
 
 Sees = Callable[[int, int, Tensor, Tensor], Tensor]
@@ -322,20 +324,109 @@ def test_a_second_call_with_another_mask_of_the_same_shape_uses_that_mask() -> N
             torch.testing.assert_close(tw.attention(q, k, v, mask=mask), tw.attention(q, k, v, mask=mask.dense()))
 
 
+def chunks_in_inference_mode() -> TileMask:
+    with torch.inference_mode():
+        return TileMask.chunks(7, 40)
+
+
+def of_inference_tensors() -> TileMask:
+    with torch.inference_mode():
+        made = TileMask.chunks(7, 40)
+        return TileMask(made.tiles.clone(), made.bits.clone(), 40, 40)
+
+
 @pytest.mark.parametrize("part", ["tiles", "bits"])
-def test_a_mask_that_was_written_into_is_refused(part: str) -> None:
-    q, mask = torch.randn(1, 1, 40, 16), TileMask.chunks(7, 40)
+@pytest.mark.parametrize("made", [lambda: TileMask.chunks(7, 40), chunks_in_inference_mode, of_inference_tensors])
+@pytest.mark.parametrize("writing", [torch.enable_grad, torch.inference_mode])
+def test_a_mask_that_was_written_into_is_refused(part: str, made: Callable[[], TileMask], writing: Any) -> None:
+    q, mask = torch.randn(1, 1, 40, 16), made()
     for _ in range(2):  # the second call is the cached one
         tw.attention(q, q, q, mask=mask)
-    getattr(mask, part).zero_()
-    for call in (tw.attention, tw.explain):
+    with writing():
+        getattr(mask, part).zero_()
+        for call in (tw.attention, tw.explain):
+            with pytest.raises(tw.InvalidProblem, match="written into"):
+                call(q, q, q, mask=mask)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask: mask.dense(),
+        lambda mask: mask.cut((0, 20), (0, 40)),
+        lambda mask: mask.cut((1, 20), (0, 40)),
+        lambda mask: mask.grow(torch.ones(1, 40, dtype=torch.bool)),
+        lambda mask: ~mask,
+        lambda mask: TileMask.chunks(5, 40) & mask,
+        lambda mask: mask | TileMask.chunks(5, 40),
+        lambda mask: TileMask.stack([mask]),
+        lambda mask: TileMask.stack([mask], seqlen_k=50),
+        lambda mask: mask.to("meta"),
+        pickle.dumps,
+        copy.deepcopy,
+        copy.copy,
+    ],
+    ids=["dense", "cut", "cut inside", "grow", "~", "&", "|", "stack", "longer", "to", "pickle", "deepcopy", "copy"],
+)
+def test_no_other_mask_is_made_of_one_that_was_written_into(use: Callable[[TileMask], object]) -> None:
+    mask = TileMask.chunks(7, 40)
+    use(mask)
+    mask.bits.zero_()
+    with pytest.raises(tw.InvalidProblem, match="written into"):
+        use(mask)
+
+
+@pytest.mark.parametrize("number", [2**30, -7, -(2**31), 2**31 - 1])
+def test_a_tile_that_names_no_bits_is_hidden_in_the_reference(number: int) -> None:
+    """Writes through NumPy are not counted. tests/backends/guarded_memory.py has the same for the CPU's kernels."""
+    q, mask = torch.randn(1, 1, 300, 8), random_mask(300, 300)
+    hidden = mask.tiles.clone()
+    hidden[..., 1] = EMPTY
+    wanted = tw.attention(q, q, q, mask=TileMask(hidden, mask.bits, 300, 300), backend="reference")
+    mask.tiles.numpy()[..., 1] = number
+    assert torch.equal(tw.attention(q, q, q, mask=mask, backend="reference"), wanted)
+
+
+def test_writing_into_the_tensors_a_mask_was_made_of() -> None:
+    """Those that are evaluated may change afterwards; those that it consists of, and of which it was cut, may not."""
+    ids, q = torch.arange(200) // 60, torch.randn(1, 1, 200, 8)
+    dense = TileMask.documents(ids).dense()
+    masks = [TileMask.documents(ids), TileMask.from_dense(dense)]
+    before = masks[0].dense()
+    ids.zero_()
+    dense.zero_()
+    assert all(torch.equal(mask.dense(), before) for mask in masks)
+    whole = TileMask.documents(torch.arange(200) // 60)
+    again, part = TileMask(whole.tiles, whole.bits, 200, 200), whole.cut((0, 128), (0, 200))
+    whole.tiles.zero_()
+    for mask, rows in ((again, q), (part, q[:, :, :128])):
         with pytest.raises(tw.InvalidProblem, match="written into"):
-            call(q, q, q, mask=mask)
+            tw.attention(rows, q, q, mask=mask)
+
+
+def test_a_mask_written_into_between_forward_and_backward_is_refused() -> None:
+    q, mask = torch.randn(1, 1, 40, 16, requires_grad=True), TileMask.chunks(7, 40)
+    for _ in range(2):
+        out = tw.attention(q, q, q, mask=mask)
+        out.sum().backward()
+    out = tw.attention(q, q, q, mask=mask)
+    mask.bits.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_mask_made_in_inference_mode_can_be_trained_with() -> None:
+    q = torch.randn(1, 1, 40, 16, requires_grad=True)
+    grads = [
+        torch.autograd.grad(tw.attention(q, q, q, mask=mask).sum(), q)[0]
+        for mask in (chunks_in_inference_mode(), TileMask.chunks(7, 40))
+    ]
+    assert torch.equal(*grads)
 
 
 def test_compiled_exported_and_vmapped() -> None:
     q, k, v = (torch.randn(2, 2, 300, 16, requires_grad=True) for _ in range(3))
-    masks = [random_mask(300, 300), random_mask(300, 300, batch=2, seed=1)]
+    masks = [random_mask(300, 300), random_mask(300, 300, batch=2, seed=1), TileMask.prefix(50, 300)]
 
     def step(q: Tensor, k: Tensor, v: Tensor, mask: TileMask) -> Tensor:
         out, lse = tw.attention(q * 2, k, v, mask=mask, return_lse=True)
@@ -346,6 +437,9 @@ def test_compiled_exported_and_vmapped() -> None:
     for mask in masks:
         for a, b in zip(*(torch.autograd.grad(f(q, k, v, mask), (q, k, v)) for f in (compiled, step)), strict=True):
             assert torch.equal(a, b)
+
+    with pytest.raises(tw.InvalidProblem, match="the whole prefix"):
+        torch.compile(lambda q: tw.attention(q, q, q, mask=masks[2], causal=True), backend="eager")(q)
 
     class Module(torch.nn.Module):
         def forward(self, q: Tensor) -> Tensor:
@@ -405,7 +499,12 @@ def test_explain_counts_the_tiles() -> None:
     assert tuple(plan.mask.tiles) == (8 * 4, 8 * 8, 8 * (64 - 12))
     # All pairs of these documents that causal leaves.
     assert plan.flops_forward == 8 * 4 * (256 * 257 // 2) * 4 * 64
-    assert "96 of 512 visited" in " ".join(str(plan).split())
+    # One count, in the report and in its dict.
+    report = " ".join(str(plan).split())
+    assert "128 x 128 of the mask, all heads: 96 of 512 visited (18.8 %), 64 of them masked, 416 skipped" in report
+    assert report.count("visited") == 1
+    assert plan.tiles == plan.mask.tiles
+    assert plan.to_dict()["tiles"] == {"full": 32, "partial": 64, "skipped": 416, "visited": 96}
     assert tw.explain(q, q, q).mask is None
     half = q.bfloat16()
     there = tw.explain(half, half, half, mask=mask, device="h200")
@@ -415,10 +514,28 @@ def test_explain_counts_the_tiles() -> None:
     # Tensors without contents, for which the mask has some.
     shape = half.to("meta")
     assert tw.explain(shape, shape, shape, mask=mask, device="h200").mask == there.mask
-    assert tw.explain(shape, shape, shape, mask=mask.to("meta"), device="h200").mask is None
+    unread = tw.explain(shape, shape, shape, mask=mask.to("meta"), device="h200")
+    assert unread.mask is None
+    assert "the tile mask has no contents here: every tile counts" in " ".join(str(unread).split())
     there = tw.explain(half, half, half, mask=mask, causal=True, device="h200")
     assert there.backend == "triton"
     assert [name for name, reason in there.rejected if "tile mask" in reason] == ["hopper"]
+
+
+def test_explain_counts_the_bytes_of_visited_tiles() -> None:
+    """Four documents of 2 x 2 tiles: each block of queries reads a quarter of the keys."""
+    q = torch.empty(1, 1, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
+    documents, everything = (TileMask.documents(torch.arange(1024) // size) for size in (256, 1024))
+    plain, all_seen, some = (tw.explain(q, q, q, mask=m, device="h200") for m in (None, everything, documents))
+    grid = plain.tile
+    assert all_seen.tiled == plain.tiled
+    forward = 1024 * (64 + 64) + (1024 // grid.block_m) * 256 * (64 + 64)
+    assert tw.explain(*[q.detach()] * 3, mask=documents, device="h200").tiled.traffic.elements == forward
+    backward = 1024 * 64 * 2 + 1024 * 128 * 2 + (1024 // grid.block_n) * 256 * 128 + 1024 * 64
+    assert some.tiled.traffic.elements == forward + backward
+    assert some.tiled.bytes_moved < 0.5 * plain.tiled.bytes_moved
+    drawn = {at.keys: at.tiled for at in traffic_by_length(some)}
+    assert drawn[1024] == some.tiled.bytes_moved
 
 
 def test_explain_counts_the_pairs_of_packed_sequences_and_of_edges() -> None:
@@ -433,6 +550,108 @@ def test_explain_counts_the_pairs_of_packed_sequences_and_of_edges() -> None:
     corner[128:, 128:] = True
     plan = tw.explain(*q[:130].transpose(0, 1)[None].expand(3, -1, -1, -1, -1), mask=TileMask.from_dense(corner))
     assert plan.flops_forward == 2 * 4 * 16 * 2 * 2
+
+
+PREFIX, GRID = TileMask.prefix(20, 200), TileMask.neighbourhood((10, 20), (5, 5))
+TREE, LOOSE_TREE = TileMask.tree([-1, *range(199)]), TileMask.tree([*range(1, 200), -1])
+CROSSED = TileMask.documents(torch.arange(200) // 60, torch.arange(200) // 90)
+ALL = tile_mask(lambda _b, _h, _i, j: j >= 0, 200, 200)
+
+
+@pytest.mark.parametrize(
+    ("mask", "flags", "message"),
+    [
+        (PREFIX, {"causal": True}, "causal: expected False with TileMask.prefix"),
+        (PREFIX, {"window": (None, 0)}, "window: expected None with TileMask.prefix"),
+        (PREFIX, {"window": (50, None)}, "every query sees the whole prefix"),
+        (GRID, {"causal": True}, "causal: expected False with TileMask.neighbourhood"),
+        (TileMask.neighbourhood(200, 9), {"window": (4, 4)}, "window=(n - 1, 0)"),
+        (TREE, {"window": (50, None)}, "a node's position is its depth"),
+        (TREE, {"causal": True, "window": (50, 0)}, "window: expected None with TileMask.tree"),
+        (LOOSE_TREE, {"causal": True}, "parents come after their children"),
+        (CROSSED, {"causal": True}, "attention_varlen aligns each"),
+        (TileMask.documents(IDS[:200], IDS[:200].flip(0)), {"window": (9, 9)}, "window: expected None"),
+    ],
+)
+def test_flags_that_would_take_away_what_a_mask_promises_are_refused(
+    mask: TileMask, flags: dict[str, Any], message: str
+) -> None:
+    q = torch.randn(1, 2, 200, 8)
+    everything = TileMask(mask.tiles, mask.bits, 200, 200)
+    made = [mask, mask & ALL, ALL & mask, mask | mask, mask.cut((0, 200), (0, 200)), TileMask.stack([mask])]
+    made += [pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask), mask.to("cpu")]
+    for one in made:
+        # The cached call of another mask of the same shape is not used.
+        for _ in range(2):
+            tw.attention(q, q, q, mask=everything, **flags)
+            for call in (tw.attention, tw.explain):
+                with pytest.raises(tw.InvalidProblem) as refusal:
+                    call(q, q, q, mask=one, **flags)
+                assert message in str(refusal.value)
+        tw.attention(q, q, q, mask=one)
+        tw.attention(q, q, q, mask=one, window=(None, None))
+    with pytest.raises(tw.InvalidProblem):
+        tw.explain(q.to("meta"), q.to("meta"), q.to("meta"), mask=mask, **flags)
+
+
+@pytest.mark.parametrize("rows", [200, 130])
+@pytest.mark.parametrize(
+    ("made", "flags"),
+    [
+        (lambda rows: TileMask.chunks(70, rows, 200), {"causal": True}),
+        (lambda rows: TileMask.chunks(70, rows, 200), {"causal": True, "window": (9, 0)}),
+        (lambda rows: TileMask.chunks(70, rows, 200), {"window": (9, 9)}),
+        (lambda rows: TileMask.documents(SCATTERED[200 - rows : 200], SCATTERED[:200]), {"causal": True}),
+        (lambda rows: TileMask.documents(SCATTERED[200 - rows : 200], SCATTERED[:200]), {"window": (20, 3)}),
+        (lambda rows: TileMask.tree([-1, *range(rows - 1)], 200 - rows), {"causal": True}),
+        (lambda rows: tile_mask(lambda _b, _h, i, j: (i + j) % 3 > 0, rows, 200), {"causal": True, "window": (50, 0)}),
+    ],
+)
+def test_other_flags_join_the_mask(made: Callable[[int], TileMask], flags: dict[str, Any], rows: int) -> None:
+    """A query sees what the mask and every flag show it."""
+    mask, q, k = made(rows), torch.randn(1, 2, rows, 8), torch.randn(1, 2, 200, 8)
+    left, right = flags.get("window", (None, None))
+    distance = torch.arange(200)[None, :] - torch.arange(200 - rows, 200)[:, None]
+    seen = mask.dense()
+    seen = seen & (distance <= 0) if flags.get("causal") else seen
+    seen = seen if left is None else seen & (distance >= -left) & (distance <= right)
+    torch.testing.assert_close(tw.attention(q, k, k, mask=mask, **flags), tw.attention(q, k, k, mask=seen))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda rows, keys: TileMask.chunks(16, rows, keys),
+        lambda rows, keys: TileMask.prefix(5, rows, keys),
+        lambda rows, keys: TileMask.tree([-1, *range(rows - 1)], keys - rows),
+    ],
+    ids=["chunks", "prefix", "tree"],
+)
+def test_masks_aligned_with_the_last_key_are_made_for_each_packed_sequence(made: Callable[..., TileMask]) -> None:
+    """One of the longest sequence would be aligned with keys that shorter ones do not have."""
+    rows, lengths = 3, (100, 50)
+    q, k = torch.randn(2 * rows, 2, 8), torch.randn(150, 2, 8)
+    cu_q, cu_k = torch.tensor([0, rows, 2 * rows], dtype=torch.int32), torch.tensor([0, 100, 150], dtype=torch.int32)
+    table, ends = torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
+    pages = torch.zeros(2, 100, 2, 8)
+    pages[0], pages[1, :50] = k[:100], k[100:]
+
+    def packed(mask: TileMask) -> Tensor:
+        return tw.attention_varlen(q, k, k, cu_q, cu_k, mask=mask)
+
+    def paged(mask: TileMask) -> Tensor:
+        return tw.attention_paged(q, pages, pages, table, ends, cu_seqlens_q=cu_q, max_seqlen_q=rows, mask=mask)
+
+    masks = [made(rows, keys) for keys in lengths]
+    apart = [
+        tw.attention(*(x.transpose(0, 1)[None] for x in (q[rows * i :][:rows], part, part)), mask=mask)
+        for i, (part, mask) in enumerate(zip(k.split(lengths), masks, strict=True))
+    ]
+    expected = torch.cat([x[0].transpose(0, 1) for x in apart])
+    for call in (packed, paged):
+        with pytest.raises(tw.InvalidProblem, match=r"TileMask\.stack"):
+            call(masks[0])
+        torch.testing.assert_close(call(TileMask.stack(masks)), expected)
 
 
 CAUSAL: Any = "causal"
@@ -505,6 +724,7 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: TileMask(MASK.tiles, MASK.bits[:, 0], 200, 200), "shape (number, 4, 128)"),
         (lambda: TileMask(MASK.tiles, MASK.bits.to("meta"), 200, 200), "device cpu"),
         (lambda: TileMask(MASK.tiles.long(), MASK.bits, 200, 200), "an int32 tensor"),
+        (lambda: TileMask(MASK.tiles, MASK.bits, 200, 200, ("speed",)), "names among prefix"),
         (lambda: TileMask(MASK.tiles, MASK.bits, 200, 300), "shape (batch or 1, heads or 1, 2, 3)"),
     ],
 )

@@ -319,7 +319,7 @@ def _attend(
     groups = None
     if mask.__class__ is TileMask:
         tensors = (*given[:MASK], None, *given[MASK + 1 :], *mask.parts)
-        about = (mask.seqlen_q, mask.seqlen_k)
+        about = (mask.seqlen_q, mask.seqlen_k, mask.promises)
     if given[2].__class__ is Fp8Tensor:
         tensors, scales = validation.split_scales(tensors)
         about += scales

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,65 @@ Pairs = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Device = torch.device | str | None
 
 
+class Promise(NamedTuple):
+    """What a constructor says of its mask, and which arguments of a call would silently undo it: the left bound of a
+    window, its right bound (of which `causal` is one), lengths that differ from sequence to sequence.
+    """
+
+    by: str
+    what: str
+    fix: str
+    left: bool = False
+    right: bool = False
+    lengths: bool = False
+
+
+# By name. Masks have names, not promises, so that pickled ones follow later releases.
+PROMISES = {
+    "prefix": Promise(
+        "TileMask.prefix",
+        "every query sees the whole prefix",
+        "Leave the flag out: behind the prefix the mask is causal. A prefix beside a window is a tile_mask of a "
+        "function.",
+        left=True,
+        right=True,
+    ),
+    "neighbourhood": Promise(
+        "TileMask.neighbourhood",
+        "every token sees all of its neighbours",
+        "The last n tokens are window=(n - 1, 0) without a mask. For the part of a neighbourhood that a flag leaves, "
+        "join a tile_mask of a function by &.",
+        left=True,
+        right=True,
+    ),
+    "documents": Promise(
+        "TileMask.documents whose queries are not the last keys",
+        "the flag is aligned with the end of the row and not of each document",
+        "attention_varlen aligns each sequence; other rules are a tile_mask of a function.",
+        left=True,
+        right=True,
+    ),
+    "tree": Promise(
+        "TileMask.tree",
+        "a node's position is its depth, and a window counts nodes",
+        "Join a tile_mask of a function that knows the depths by &.",
+        left=True,
+    ),
+    "unordered tree": Promise(
+        "TileMask.tree",
+        "some parents come after their children",
+        "Leave the flag out, or put parents before their children.",
+        right=True,
+    ),
+    "aligned": Promise(
+        "TileMask.prefix, chunks or tree",
+        "it is aligned with the last key of the mask, and sequences may end before",
+        "Make one for the lengths of each sequence, and pass TileMask.stack(masks).",
+        lengths=True,
+    ),
+}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class TileMask:
     """Which keys each query sees: `mask=` of the calls. Made by `tile_mask` or one of the class methods.
@@ -67,44 +126,55 @@ class TileMask:
     Immutable; equal to itself only. `tiles` is the map (batch or 1, heads or 1, tiles of queries, tiles of keys) and
     `bits` holds the tiles that are visible in part (see tilewise.tiles). A mask of batch 1 or of one head serves all of
     them. `a & b`, `a | b` and `~a` are masks. Everything is on one device; reusing a mask never waits for it.
+    `promises` names what calls may not undo (see PROMISES).
     """
 
     tiles: Tensor
     bits: Tensor
     seqlen_q: int
     seqlen_k: int
+    promises: tuple[str, ...] = ()
     # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column.
     lists: Tensor | None = dataclasses.field(init=False, default=None)
-    # torch's counts of writes into tiles and bits, where it counts: not while a compiler traces or in inference mode.
-    _writes: tuple[int, int] | None = dataclasses.field(init=False, default=None)
+    # torch's counts of writes into tiles, bits and lists; None if a compiler traced the making, which has no counts.
+    _writes: tuple[int, int, int] | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         _check_parts(self)
+        is_traced = torch.compiler.is_compiling()
+        # Torch counts no writes into tensors that are made in inference mode, and does not save them for a backward.
+        with contextlib.nullcontext() if is_traced else torch.inference_mode(False):
+            self._store(is_traced)
+
+    def _store(self, is_traced: bool) -> None:
         # Here and not when first asked for, so that a compiler sees one kind of mask.
         ordered = bits_by_keys if self.tiles.device.type == "cpu" else bits_by_queries
-        object.__setattr__(self, "tiles", unwrapped("TileMask.tiles", self.tiles))
-        object.__setattr__(self, "bits", unwrapped("TileMask.bits", ordered(self.bits)))
-        if self.tiles.is_cuda:
+        tiles, bits = unwrapped("TileMask.tiles", self.tiles), unwrapped("TileMask.bits", ordered(self.bits))
+        if not is_traced:
+            tiles, bits = (part.clone() if part.is_inference() else part for part in (tiles, bits))
+        object.__setattr__(self, "tiles", tiles)
+        object.__setattr__(self, "bits", bits)
+        if tiles.is_cuda:
             from tilewise.backends.gpu import tile_lists
 
-            object.__setattr__(self, "lists", unwrapped("TileMask.lists", tile_lists.made(self.tiles)))
-        if not (torch.compiler.is_compiling() or self.tiles.is_inference() or self.bits.is_inference()):
-            object.__setattr__(self, "_writes", (self.tiles._version, self.bits._version))  # noqa: SLF001
+            object.__setattr__(self, "lists", unwrapped("TileMask.lists", tile_lists.made(tiles)))
+        if not is_traced:
+            object.__setattr__(self, "_writes", _counted(tiles, bits, self.lists))
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tiles, bits and lists, as kernels read them. An error if somebody has written into the first two: a tile
-        could name bits that are not there.
+        """Tiles, bits and lists, as kernels read them. An error if somebody has written into them, where torch counts
+        writes: not those through `.data` or NumPy. Kernels hide tiles whose bits are not there.
         """
-        tiles, bits, writes = self.tiles, self.bits, self._writes
-        if writes is not None and not torch.compiler.is_compiling() and writes != (tiles._version, bits._version):  # noqa: SLF001
+        tiles, bits, lists, writes = self.tiles, self.bits, self.lists, self._writes
+        if writes is not None and not torch.compiler.is_compiling() and writes != _counted(tiles, bits, lists):
             fix = "Masks never change: make another one."
             raise InvalidProblem("mask", "a tile mask as it was made", "one whose tensors were written into", fix)
-        return tiles, bits, self.lists
+        return tiles, bits, lists
 
-    def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int]]:
+    def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int, tuple[str, ...]]]:
         # Lists are made again: a mask may be loaded on another device.
-        return TileMask, (self.tiles, self.bits, self.seqlen_q, self.seqlen_k)
+        return TileMask, (*self.parts[:2], self.seqlen_q, self.seqlen_k, self.promises)
 
     # Making masks
 
@@ -169,7 +239,8 @@ class TileMask:
     @classmethod
     def documents(cls, ids: Tensor, ids_k: Tensor | None = None, *, device: Device = None) -> TileMask:
         """Queries see the keys of their own document. `ids` are integers (seqlen,) or (batch, seqlen), `ids_k` those of
-        the keys if they differ. A negative id is padding: it sees nothing and nothing sees it.
+        the keys if they differ. A negative id is padding: it sees nothing and nothing sees it. `causal` and `window`
+        of the call join it if the queries are the last keys.
         """
         q = _ids("ids", ids)
         k = q if ids_k is None else _together("ids_k", _ids("ids_k", ids_k), "ids", q, device)
@@ -180,10 +251,12 @@ class TileMask:
         lengths = q.shape[1], k.shape[1]
         q = q.to(_device_of(q, device))
         k = q if ids_k is None else k.to(q.device)
+        are_last = ids_k is None or (lengths[0] <= lengths[1] and torch.equal(q, k[:, lengths[1] - lengths[0] :]))
+        promises = () if are_last else ("documents",)
         making = _kernels(q, (batch, 1), lengths)
         if making is not None:
             tiles, found = making.documents(q, k)
-            return cls(tiles, found, *lengths)
+            return cls(tiles, found, *lengths, promises)
         tiles, q_tiles, k_tiles = _unknown((batch, 1), lengths, q.device), _in_tiles(q), _in_tiles(k)
         if tiles.numel():
             q_low, q_high = (x[:, :, None] for x in q_tiles.aminmax(dim=-1))
@@ -197,7 +270,7 @@ class TileMask:
             mine = q_tiles[b, m][:, :, None]
             return packed((mine == k_tiles[b, n][:, None]) & (mine >= 0))
 
-        return _evaluated(tiles, bits, *lengths)
+        return _promising(_evaluated(tiles, bits, *lengths), *promises)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, seqlen: int, *, device: Device = None) -> TileMask:
@@ -215,29 +288,33 @@ class TileMask:
         cls, lengths: int | Sequence[int] | Tensor, seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None
     ) -> TileMask:
         """Prefix-LM: all queries see the first `lengths` keys (one number, or one per sequence), and the other keys
-        causally, the last query aligned with the last key.
+        causally, the last query aligned with the last key. Calls with `causal` or `window`, which would hide the
+        prefix, are refused.
         """
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
         rows = _positions(seqlen_q, seqlen_k)
         ends = torch.maximum(_prefixes(lengths), rows + 1)
-        return cls.from_intervals(torch.zeros_like(ends), ends, seqlen_k, device=_device_of(lengths, device))
+        mask = cls.from_intervals(torch.zeros_like(ends), ends, seqlen_k, device=_device_of(lengths, device))
+        return _promising(mask, "prefix", *_aligned(seqlen_q, seqlen_k))
 
     @classmethod
     def chunks(cls, size: int, seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None) -> TileMask:
-        """Chunked attention: a query sees the keys of its own chunk of `size` keys, the last query aligned with the
-        last key. Give `causal=True` to the call for chunks that are causal inside.
+        """Chunks: a query sees all keys of its own chunk of `size` keys, later ones too, the last query aligned with
+        the last key. Chunked attention of decoders, which is causal inside a chunk, is this mask with `causal=True`.
         """
         _check_length("size", size, least=1)
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
         starts = _positions(seqlen_q, seqlen_k) // size * size
-        return cls.from_intervals(starts, starts + size, seqlen_k, device=device)
+        mask = cls.from_intervals(starts, starts + size, seqlen_k, device=device)
+        return _promising(mask, *_aligned(seqlen_q, seqlen_k))
 
     @classmethod
     def neighbourhood(
         cls, shape: int | tuple[int, int], window: int | tuple[int, int], *, device: Device = None
     ) -> TileMask:
         """Each token sees the `window` nearest tokens along each axis, itself among them: of a sequence of `shape`
-        tokens, or of a grid (height, width) read row by row. At an edge the window is moved inside.
+        tokens, or of a grid (height, width) read row by row. At an edge the window is moved inside. Calls with
+        `causal` or `window`, which would hide neighbours, are refused.
         """
         sizes = shape if isinstance(shape, tuple) else (shape,)
         windows = window if isinstance(window, tuple) else (window,) * len(sizes)
@@ -254,7 +331,7 @@ class TileMask:
             bounds.append(torch.stack([start, start + width]))
         if len(sizes) == 1:
             start, end = bounds[0].unbind()
-            return cls.from_intervals(start, end, sizes[0], device=device)
+            return _promising(cls.from_intervals(start, end, sizes[0], device=device), "neighbourhood")
         height, width = sizes
         # From the first neighbour to the last: tiles outside are empty.
         ends = (bounds[0] - torch.tensor([[0], [1]], device="cpu"))[:, :, None] * width + bounds[1][:, None]
@@ -268,12 +345,13 @@ class TileMask:
             return (ky >= top[y]) & (ky < bottom[y]) & (kx >= left[x]) & (kx < right[x])
 
         tiles = torch.where(tiles == EMPTY, EMPTY, UNKNOWN).to(torch.int32)
-        return _of_pairs(pairs, height * width, height * width, tiles)
+        return _promising(_of_pairs(pairs, height * width, height * width, tiles), "neighbourhood")
 
     @classmethod
     def tree(cls, parents: Sequence[int] | Tensor, context: int = 0, *, device: Device = None) -> TileMask:
         """The nodes of a tree, as in speculative decoding: each sees itself, its ancestors, and `context` keys before
-        the tree. `parents` are integers (nodes,) or (batch, nodes); a root's is negative.
+        the tree. `parents` are integers (nodes,) or (batch, nodes); a root's is negative. `causal` changes nothing if
+        parents come before their children, and is refused if not; so is a window, which would count nodes.
         """
         given: Any = parents
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
@@ -299,7 +377,9 @@ class TileMask:
             return (j < context) | seen[b, i, (j - context).clamp_min(0)]
 
         lengths = nodes, context + nodes
-        return _of_pairs(pairs, *lengths, _unknown((up.shape[0], 1), lengths, up.device))
+        mask = _of_pairs(pairs, *lengths, _unknown((up.shape[0], 1), lengths, up.device))
+        order = () if bool((up < node).all()) else ("unordered tree",)
+        return _promising(mask, "tree", *order, *_aligned(*lengths))
 
     @classmethod
     def from_block_mask(cls, block_mask: Any, *, batch: int = 1, heads: int = 1) -> TileMask:
@@ -366,12 +446,14 @@ class TileMask:
         parts, count = [], 0
         for index, mask in enumerate(masks):
             _check_same_device(masks[0], mask)
-            clean = mask._hidden_past_its_lengths(*lengths)  # noqa: SLF001
-            own = clean.tiles[0].expand(heads, -1, -1)
+            clean, bits, _ = mask._hidden_past_its_lengths(*lengths).parts  # noqa: SLF001
+            own = clean[0].expand(heads, -1, -1)
             tiles[index, :, : own.shape[1], : own.shape[2]] = torch.where(own >= 0, own + count, own)
-            parts.append(clean.bits)
-            count += len(clean.bits)
-        return TileMask(tiles, torch.cat(parts), *lengths)
+            parts.append(bits)
+            count += len(bits)
+        # Each is aligned within its own lengths.
+        kept = {name for mask in masks for name in mask.promises} - {"aligned"}
+        return _promising(TileMask(tiles, torch.cat(parts), *lengths), *kept)
 
     # What it is
 
@@ -405,7 +487,7 @@ class TileMask:
         """The boolean tensor (batch or 1, heads or 1, seqlen_q, seqlen_k): as `mask=` it takes the general path, which
         computes every pair.
         """
-        return visible(self.tiles, self.bits, self.seqlen_q, self.seqlen_k)
+        return visible(*self.parts[:2], self.seqlen_q, self.seqlen_k)
 
     def __repr__(self) -> str:
         batch, heads, seqlen_q, seqlen_k = self.shape
@@ -450,7 +532,8 @@ class TileMask:
         target = torch.device(device)
         if target == self.device or (target.type == self.device.type and target.index is None):
             return self
-        return TileMask(self.tiles.to(target), self.bits.to(target), self.seqlen_q, self.seqlen_k)
+        tiles, bits, _ = self.parts
+        return TileMask(tiles.to(target), bits.to(target), self.seqlen_q, self.seqlen_k, self.promises)
 
     def __and__(self, other: TileMask) -> TileMask:
         return self._combined(other, torch.bitwise_and, absorbing=EMPTY, neutral=FULL)
@@ -459,8 +542,9 @@ class TileMask:
         return self._combined(other, torch.bitwise_or, absorbing=FULL, neutral=EMPTY)
 
     def __invert__(self) -> TileMask:
-        tiles = torch.where(self.tiles == FULL, EMPTY, torch.where(self.tiles == EMPTY, FULL, self.tiles))
-        return TileMask(tiles, ~self.bits, self.seqlen_q, self.seqlen_k)
+        tiles, bits, _ = self.parts
+        tiles = torch.where(tiles == FULL, EMPTY, torch.where(tiles == EMPTY, FULL, tiles))
+        return TileMask(tiles, ~bits, self.seqlen_q, self.seqlen_k)
 
     def _combined(
         self, other: TileMask, combine: Callable[[Tensor, Tensor], Tensor], *, absorbing: int, neutral: int
@@ -471,8 +555,9 @@ class TileMask:
         if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
             expected = f"a mask of {self.seqlen_q} x {self.seqlen_k}"
             raise InvalidProblem("mask", expected, f"one of {other.seqlen_q} x {other.seqlen_k}", "Cut the longer one.")
+        (my_tiles, my_bits, _), (their_tiles, their_bits, _) = self.parts, other.parts
         try:
-            mine, theirs = torch.broadcast_tensors(self.tiles, other.tiles)
+            mine, theirs = torch.broadcast_tensors(my_tiles, their_tiles)
         except RuntimeError:
             fix = "Batch and heads must be equal, or 1."
             raise InvalidProblem("mask", f"a shape that broadcasts to {self.shape}", other.shape, fix) from None
@@ -481,9 +566,10 @@ class TileMask:
         tiles[(mine == neutral) & (theirs == neutral)] = neutral
 
         def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
-            return combine(_bits_of(mine[b, h, m, n], self.bits), _bits_of(theirs[b, h, m, n], other.bits))
+            return combine(_bits_of(mine[b, h, m, n], my_bits), _bits_of(theirs[b, h, m, n], their_bits))
 
-        return _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k)
+        found = _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k)
+        return _promising(found, *self.promises, *other.promises)
 
     def cut(self, rows: tuple[int, int], keys: tuple[int, int]) -> TileMask:
         """The mask of queries rows[0] .. rows[1]-1 and keys keys[0] .. keys[1]-1. Nothing is evaluated again where both
@@ -497,14 +583,16 @@ class TileMask:
                 raise InvalidProblem(name, expected, ends, "A mask is made longer by grow or stack.")
         (row, end_row), (key, end_key) = rows, keys
         lengths = end_row - row, end_key - key
+        tiles, bits, _ = self.parts
         if row % TILE == 0 and key % TILE == 0:
             m, n = slice(row // TILE, num_tiles(end_row)), slice(key // TILE, num_tiles(end_key))
-            return TileMask(self.tiles[:, :, m, n], self.bits, *lengths)
-        return _of_pairs(
-            lambda b, h, i, j: is_visible(self.tiles, self.bits, b, h, i + row, j + key),
+            return TileMask(tiles[:, :, m, n], bits, *lengths, self.promises)
+        found = _of_pairs(
+            lambda b, h, i, j: is_visible(tiles, bits, b, h, i + row, j + key),
             *lengths,
-            _unknown(self.tiles.shape[:2], lengths, self.device),
+            _unknown(tiles.shape[:2], lengths, self.device),
         )
+        return _promising(found, *self.promises)
 
     def grow(self, rows: Tensor) -> TileMask:
         """The mask with more queries, as decoding adds them: `rows` is boolean (..., new queries, keys), with as many
@@ -518,7 +606,8 @@ class TileMask:
         if seqlen_k < self.seqlen_k or any(size not in (1, most) for size, most in shared):
             expected = f"a shape that fits (..., new queries, {self.seqlen_k} keys or more) of {self.shape}"
             raise InvalidProblem("rows", expected, tuple(rows.shape), "Give whole rows: one bool per key.")
-        old = self.tiles.expand(batch, heads, -1, -1)
+        old_tiles, old_bits, _ = self.parts
+        old = old_tiles.expand(batch, heads, -1, -1)
         more = new.expand(batch, heads, -1, -1)
         tiles = _unknown((batch, heads), (seqlen_q, seqlen_k), self.device)
         whole, kept = self.seqlen_q // TILE, old.shape[3]
@@ -534,13 +623,13 @@ class TileMask:
                 before = torch.zeros((), dtype=torch.bool, device=self.device)
             else:
                 at = i.clamp_max(self.seqlen_q - 1), j.clamp_max(self.seqlen_k - 1)
-                before = is_visible(old, self.bits, b, h, *at) & (j < self.seqlen_k)
+                before = is_visible(old, old_bits, b, h, *at) & (j < self.seqlen_k)
             if more.shape[2] == 0:
                 return before
             return torch.where(i < self.seqlen_q, before, more[b, h, (i - self.seqlen_q).clamp_min(0), j])
 
-        grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, self.bits)
-        return grown._compact()  # noqa: SLF001
+        grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, old_bits)
+        return _promising(grown._compact(), *self.promises)  # noqa: SLF001
 
     def _compact(self) -> TileMask:
         """Without the bits that no tile names."""
@@ -556,16 +645,17 @@ class TileMask:
             seqlen_k <= self.seqlen_k or self.seqlen_k % TILE == 0
         ):
             return self
-        tiles = self.tiles.clone()
+        own, own_bits, _ = self.parts
+        tiles = own.clone()
         for edge in (tiles[:, :, -1:], tiles[:, :, :, -1:]):
             edge.copy_(torch.where(edge == EMPTY, EMPTY, UNKNOWN))
 
         def bits(b: Tensor, h: Tensor, m: Tensor, n: Tensor) -> Tensor:
             i, j = (x[:, None] * TILE + torch.arange(TILE, device=self.device) for x in (m, n))
             inside = (i < self.seqlen_q)[:, :, None] & (j < self.seqlen_k)[:, None, :]
-            return _bits_of(self.tiles[b, h, m, n], self.bits) & packed(inside)
+            return _bits_of(own[b, h, m, n], own_bits) & packed(inside)
 
-        return _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k, self.bits)
+        return _evaluated(tiles, bits, self.seqlen_q, self.seqlen_k, own_bits)
 
 
 def tile_mask(
@@ -787,6 +877,22 @@ def _check_length(name: str, length: Any, *, least: int = 0) -> None:
         raise InvalidProblem(name, f"an integer from {least} to 2^31 - 1", repr(length), "Pass a Python int.")
 
 
+def _promising(mask: TileMask, *names: str) -> TileMask:
+    """A mask that was just made, with promises."""
+    object.__setattr__(mask, "promises", tuple(sorted(set(names))))
+    return mask
+
+
+def _aligned(seqlen_q: int, seqlen_k: int) -> tuple[str, ...]:
+    """With as many queries as keys the first ones are aligned, too: of sequences of any length."""
+    return () if seqlen_q == seqlen_k else ("aligned",)
+
+
+def _counted(tiles: Tensor, bits: Tensor, lists: Tensor | None) -> tuple[int, int, int]:
+    """How many writes torch has counted into each."""
+    return tiles._version, bits._version, 0 if lists is None else lists._version  # noqa: SLF001
+
+
 def _check_parts(mask: TileMask) -> None:
     """Kernels read the bits that the map names, so an index past them would read other memory."""
     fix = "Use tile_mask or a class method of TileMask, such as TileMask.from_dense."
@@ -807,6 +913,8 @@ def _check_parts(mask: TileMask) -> None:
         raise InvalidProblem("TileMask.bits", expected, tuple(mask.bits.shape), fix)
     if mask.bits.device != mask.tiles.device:
         raise InvalidProblem("TileMask.bits", f"device {mask.tiles.device} as tiles has", mask.bits.device, fix)
+    if not PROMISES.keys() >= set(mask.promises):
+        raise InvalidProblem("TileMask.promises", f"names among {', '.join(PROMISES)}", mask.promises, fix)
     is_read = mask.tiles.device.type == "cpu" or (mask.tiles.is_cuda and settings.current().check_values)
     if is_read and type(mask.tiles) is Tensor and mask.tiles.numel():
         least, most = (int(end) for end in torch.aminmax(mask.tiles))

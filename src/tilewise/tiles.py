@@ -239,10 +239,12 @@ def unpacked(bits: Tensor) -> Tensor:
 
 
 def visible(tiles: Tensor, bits: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The dense mask (..., seqlen_q, seqlen_k) of a map (..., tiles of queries, tiles of keys)."""
+    """The dense mask (..., seqlen_q, seqlen_k) of a map (..., tiles of queries, tiles of keys). As in kernels, a tile
+    that names no bits is empty.
+    """
     *some, rows, cols = tiles.shape
     pairs = (tiles == FULL)[..., None, None].expand(*tiles.shape, TILE, TILE).clone()
-    partial = tiles >= 0
+    partial = (tiles >= 0) & (tiles < len(bits))
     pairs[partial] = unpacked(bits[tiles[partial].long()])
     whole = pairs.transpose(-3, -2).reshape(*some, rows * TILE, cols * TILE)
     return whole[..., :seqlen_q, :seqlen_k]

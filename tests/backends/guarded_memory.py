@@ -1,6 +1,7 @@
 """CPU kernels on memory that ends, or begins, at a page nobody may touch: a program, run by test_guard_pages.py.
 
     python guarded_memory.py cases SHARE [--isa NEON]      a share of the conformance cases, and the other programs
+    python guarded_memory.py masks                         tile masks that were written into behind torch's back
     python guarded_memory.py faults                        mistakes made on purpose, each in a process of its own
 
 Inputs, outputs, tables, schedules and every buffer of a workspace lie so, once at the end and once at the beginning of
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
 from tilewise import cascade
@@ -37,6 +39,7 @@ from tilewise.problem import Kind
 from tilewise.testing import BackendImplementation, Case, generation, implementations, make_inputs, special
 from tilewise.testing.implementations import mask_of
 from tilewise.testing.quantised import attended
+from tilewise.tiles import EMPTY, FULL
 
 PAGE = mmap.PAGESIZE
 FORBIDDEN = 0  # PROT_NONE
@@ -278,6 +281,70 @@ def differentiated(dtype: torch.dtype, dim: int, dim_v: int, guarded: Callable[[
     return {"out": pushed[0], "tangent": pushed[1], **dict(zip(("q", "k", "v"), second, strict=True))}
 
 
+# Numbers that name no tile's bits (or, -1, all of them), written where torch does not count writes.
+PARTS, WRITTEN = ("tiles", "bits"), (2**30, -1, -(2**31), 2**31 - 1)
+
+
+def tile_masks() -> Iterator[tuple[str, tw.TileMask]]:
+    """One of each constructor, of 150 queries x 200 keys where it has a choice."""
+    ids, rows = torch.arange(200) // 30, torch.arange(150)
+    within = functools.partial(create_block_mask, B=None, H=None, Q_LEN=150, KV_LEN=200, device="cpu")
+    yield "function", tw.tile_mask(lambda b, h, i, j: (i + b * h) % 3 < j % 5, 150, 200, batch=2, heads=4)
+    yield "dense", tw.TileMask.from_dense(torch.rand(150, 200, generator=torch.Generator().manual_seed(0)) < 0.5)
+    yield "intervals", tw.TileMask.from_intervals(rows, rows + 40, 200)
+    yield "documents", tw.TileMask.documents(ids[50:], ids)
+    yield "cu_seqlens", tw.TileMask.from_cu_seqlens(torch.tensor([0, 30, 200]), 200)
+    yield "prefix", tw.TileMask.stack([tw.TileMask.prefix(n, 150, 200) for n in (20, 130)])
+    yield "chunks", tw.TileMask.stack([tw.TileMask.chunks(n, 150, 200) for n in (70, 100)])
+    yield "neighbourhood", tw.TileMask.neighbourhood((10, 20), (5, 7))
+    yield "tree", tw.TileMask.stack([tw.TileMask.tree([-1, *range(149)], 50)] * 2)
+    yield "BlockMask", tw.TileMask.from_block_mask(within(lambda _b, _h, i, j: i >= j))
+
+
+def masked(mask: tw.TileMask, kind: Kind, guarded: Callable[[Tensor], Tensor]) -> Results:
+    """A call with a tile mask, forward and backward; dense ones also twice."""
+    batch, (rows, keys), dtype = 2, mask.shape[2:], torch.bfloat16 if kind == "varlen" else torch.float32
+    lengths = [torch.arange(batch + 1, dtype=torch.int32) * n for n in (rows, keys)]
+    if kind == "paged":
+        k, v = (guarded(normal(batch, keys, 2, 16, dtype=dtype)) for _ in range(2))
+        table, ends = (guarded(torch.tensor(x, dtype=torch.int32)) for x in ([[0], [1]], [keys] * batch))
+        query, totals = guarded(normal(batch * rows, 4, 16, dtype=dtype)), guarded(lengths[0])
+        out = tw.attention_paged(query, k, v, table, ends, cu_seqlens_q=totals, max_seqlen_q=rows, mask=mask)
+        return {"out": out}
+    shapes = [(4, rows), (2, keys), (2, keys)]
+    tensors = [
+        normal(batch, heads, n, 16, dtype=dtype) if kind == "dense" else normal(batch * n, heads, 16, dtype=dtype)
+        for heads, n in shapes
+    ]
+    leaves = [guarded(x).requires_grad_() for x in tensors]
+    if kind == "varlen":
+        out = tw.attention_varlen(*leaves, *map(guarded, lengths), mask=mask)
+        return dict(zip("oqkv", (out, *torch.autograd.grad(out.sum(), leaves)), strict=True))
+    out = tw.attention(*leaves, mask=mask)
+    first = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
+    second = torch.autograd.grad([x.sin().sum() for x in first], leaves)
+    return {"out": out, **dict(zip("qkv", first, strict=True)), **dict(zip("123", second, strict=True))}
+
+
+def run_masks() -> None:
+    """What a mask names that is not there is hidden; nothing beyond its memory is read."""
+    guarded, works = Guarded(), list(itertools.product(tile_masks(), PARTS, WRITTEN))
+    guarded.install()
+    kinds: tuple[Kind, ...] = ("dense", "varlen", "paged")
+    # Every mask gets every kind of call at both ends of its memory, and every number in both parts.
+    for ((name, mask), part, number), (kind, guarded.at_end) in zip(
+        works, itertools.cycle(itertools.product(kinds, (True, False))), strict=False
+    ):
+        say("end" if guarded.at_end else "begin", name, part, number, kind)
+        changed = getattr(mask, part).clone()
+        changed[..., ::2] = EMPTY if part == "tiles" and number != FULL else number
+        wanted, given = dataclasses.replace(mask, **{part: changed}), guarded.mask(mask)
+        getattr(given, part).numpy()[..., ::2] = number
+        if not same_bits(*(masked(x, kind, guarded.copy) for x in (given, wanted))):
+            raise SystemExit(f"other bits: {name} {part} {number} {kind}")
+    say(len(works), "done")
+
+
 def same_bits(a: Results, b: Results) -> bool:
     return a.keys() == b.keys() and all(
         torch.equal(a[name].contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8)) for name in a
@@ -364,7 +431,7 @@ def run_faults() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("cases", "faults"))
+    parser.add_argument("what", choices=("cases", "masks", "faults"))
     parser.add_argument("share", type=float, nargs="?", default=1.0)
     parser.add_argument("--isa")
     given = parser.parse_args()
@@ -375,6 +442,8 @@ def main() -> None:
     cascade.price_seconds = lambda *_: 0.0  # prefixes are attended apart, whether it pays or not
     if given.what == "cases":
         run_cases(given.share)
+    elif given.what == "masks":
+        run_masks()
     else:
         run_faults()
 

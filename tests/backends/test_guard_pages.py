@@ -37,6 +37,11 @@ def test_kernels_stay_within_their_memory() -> None:
     assert_clean(guarded("cases", "0.15"))
 
 
+def test_a_tile_mask_written_behind_torch_s_back_reads_no_other_memory() -> None:
+    """Through NumPy, which no count of writes notices: tiles that name no bits are hidden, in every pass."""
+    assert_clean(guarded("masks"))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("table", ["NEON", "AVX2", "GENERIC", None])
 def test_kernels_of_all_processors_stay_within_their_memory(table: str | None) -> None:

@@ -102,9 +102,11 @@ def naive_backward(band: Band, head_dim: int, head_dim_v: int) -> Traffic:
     return Traffic(reads=5 * scores + q_side + k_side, writes=2 * scores + gradients)
 
 
-def tiled_forward(band: Band, grid: TileGrid, head_dim: int, head_dim_v: int) -> Traffic:
-    """FA-2: each tile of Q is read once and its O and lse written once, while the keys it sees stream past it."""
-    keys = sum(stream.keys for stream in streams(band, grid))
+def tiled_forward(band: Band, grid: TileGrid, head_dim: int, head_dim_v: int, share: float = 1.0) -> Traffic:
+    """FA-2: each tile of Q is read once and its O and lse written once, while the keys it sees stream past it, or the
+    `share` of them that a tile mask leaves.
+    """
+    keys = round(share * sum(stream.keys for stream in streams(band, grid)))
     reads = band.seqlen_q * head_dim + keys * (head_dim + head_dim_v)
     return Traffic(reads=reads, writes=band.seqlen_q * head_dim_v, wide=band.seqlen_q)
 
@@ -149,11 +151,12 @@ def tiled_matmul(rows: int, cols: int, inner: int, grid: TileGrid) -> Traffic:
     return Traffic(reads=inner * (rows * col_blocks + cols * row_blocks), writes=rows * cols)
 
 
-def tiled_backward(band: Band, grid: TileGrid, head_dim: int, head_dim_v: int) -> Traffic:
+def tiled_backward(band: Band, grid: TileGrid, head_dim: int, head_dim_v: int, share: float = 1.0) -> Traffic:
     """FA-2: delta from O and dO first; then each tile of K, V is read once and its dK, dV written once, while the
-    queries that see it stream past with dO, lse, delta, and their dQ is summed up in the accumulator's dtype.
+    queries that see it stream past with dO, lse, delta, and their dQ is summed up in the accumulator's dtype. A tile
+    mask leaves a `share` of that stream.
     """
-    rows = sum(stream.rows * stream.tiles for stream in streams(band, grid))
+    rows = round(share * sum(stream.rows * stream.tiles for stream in streams(band, grid)))
     k_side = band.seqlen_k * (head_dim + head_dim_v)
     delta = Traffic(reads=2 * band.seqlen_q * head_dim_v, wide=band.seqlen_q)
     loop = Traffic(reads=k_side + rows * (head_dim + head_dim_v), writes=k_side, wide=rows * (2 * head_dim + 2))

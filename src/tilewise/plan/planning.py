@@ -50,8 +50,9 @@ class ListedTiles(NamedTuple):
     """
 
     tiles: TileCounts
-    # The part of the pairs that causal and window leave which lies in visited tiles.
+    # Of the pairs that causal and window leave, and of the tiles that have any of them, the part that is visited.
     share: float
+    tile_share: float
     nbytes: int
     path: str
 
@@ -60,13 +61,14 @@ class ListedTiles(NamedTuple):
 class Plan:
     """What `attention` would do with a problem on a device. `str(plan)` is the report, `to_dict()` is ready for JSON.
 
-    `backend` is None if no backend takes the problem. `tiles` counts the tiles of one head over all sequences.
+    `backend` is None if no backend takes the problem. `tiles` counts the tiles of one head over all sequences, and
+    under a tile mask that can be read those of the mask, 128 x 128, of all heads.
     `lengths_read` is False if the lengths of packed sequences could not be read and their bounds are used instead.
     `tile` is the backend's own, chosen by measurement; `advice` says which tiles fit the device, and why. `cascade`
     says what happens to a shared prefix that was given; figures still count every sequence's keys. `quantised` says how
     the backend computes with 8-bit operands, `unordered` what differs from run to run, if anything. `higher` says who
-    would compute tangents and second derivatives of the call. `mask` counts the tiles of a tile mask; FLOPs and times
-    count the pairs of visited tiles.
+    would compute tangents and second derivatives of the call. `mask` says what a tile mask leaves; FLOPs, bytes moved
+    and times count visited tiles.
     """
 
     problem: AttentionProblem
@@ -187,7 +189,7 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None, m
     if mask is not None:
         operands = operands._replace(tiles=mask.tiles, tile_bits=mask.bits, tile_lists=mask.lists)
     listed = _listed(problem, operands, backend, sequences)
-    share = 1.0 if listed is None else listed.share
+    share, tile_share = (1.0, 1.0) if listed is None else (listed.share, listed.tile_share)
     pairs = round(sum(band.count_pairs() * times for band, times in bands.items()) * problem.num_heads * share)
     dims = problem.head_dim, problem.head_dim_v
     quantised, unordered = _reported(problem, backend)
@@ -203,13 +205,13 @@ def plan_of(kind: Kind, operands: Operands, flags: Flags, where: Where = None, m
         rejected=rejected,
         materialises=materialises,
         tile=grid,
-        tiles=_count_tiles(bands, grid),
+        tiles=_count_tiles(bands, grid) if listed is None else listed.tiles,
         lengths_read=readable or kind == "dense",
         flops_forward=cost.forward_flops(pairs, *dims),
         flops_backward=cost.backward_flops(pairs, *dims) if problem.needs_grad else 0,
         memory=memory,
         naive=naive_work(problem, bands, memory, rated),
-        tiled=tiled_work(problem, bands, grid, memory, rated, share),
+        tiled=tiled_work(problem, bands, grid, memory, rated, share, tile_share),
         advice=advise(problem, rated),
         higher=Higher(*_choose(dataclasses.replace(problem, higher=True), spec, flags.backend, here=here)),
         quantised=quantised,
@@ -293,7 +295,7 @@ def _listed(
     if name is not None and isinstance(backend := dispatch.load(name), TileMasking):
         path = backend.skips_tiles(problem)
     stored = operands.tiles.cpu()
-    full = visited = tiles = pairs = total = 0
+    full = visited = tiles = pairs = total = banded = 0
     for band, indices in sequences.items():
         visible, every = _visible_pairs(band)
         shared = len(stored) == 1
@@ -305,9 +307,11 @@ def _listed(
         visited += int(listed[visible > 0].sum())
         pairs += int((listed * visible).sum())
         tiles += visible.numel() * problem.num_heads * len(indices)
+        banded += int((visible > 0).sum()) * problem.num_heads * len(indices)
         total += band.count_pairs() * problem.num_heads * len(indices)
     nbytes = sum(t.nbytes for t in (operands.tiles, operands.tile_bits, operands.tile_lists) if t is not None)
-    return ListedTiles(TileCounts(full, visited - full, tiles - visited), pairs / max(1, total), nbytes, path)
+    counts = TileCounts(full, visited - full, tiles - visited)
+    return ListedTiles(counts, pairs / max(1, total), visited / max(1, banded), nbytes, path)
 
 
 def _visible_pairs(band: Band) -> tuple[Tensor, Tensor]:

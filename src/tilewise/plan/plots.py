@@ -62,7 +62,8 @@ class LengthTraffic(NamedTuple):
 def traffic_by_length(plan: Plan) -> list[LengthTraffic]:
     """The traffic of the whole batch, at powers of two around the plan's length.
 
-    Queries grow with the keys if there are equally many of them, and are constant otherwise (decoding).
+    Queries grow with the keys if there are equally many of them, and are constant otherwise (decoding). A tile mask
+    leaves the plan's share at every length.
     """
     longest = max(plan.problem.seqlen_k, SHORTEST) << OCTAVES_BEYOND
     lengths = itertools.takewhile(lambda n: n <= longest, (SHORTEST << i for i in itertools.count()))
@@ -74,7 +75,8 @@ def _traffic_at(plan: Plan, keys: int) -> LengthTraffic:
     queries = keys if problem.seqlen_q == problem.seqlen_k else problem.seqlen_q
     bands = Counter({Band(queries, keys, *problem.band): problem.batch})
     naive = naive_work(problem, bands, plan.memory, plan.device)
-    tiled = tiled_work(problem, bands, plan.tile, plan.memory, plan.device)
+    shares = () if plan.mask is None else (plan.mask.share, plan.mask.tile_share)
+    tiled = tiled_work(problem, bands, plan.tile, plan.memory, plan.device, *shares)
     return LengthTraffic(keys, naive.bytes_moved, tiled.bytes_moved, tiled.bytes_from_memory)
 
 

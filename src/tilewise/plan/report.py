@@ -108,26 +108,24 @@ def _higher(plan: Plan) -> list[tuple[str, str]]:
 def _tiles(plan: Plan) -> str:
     tiles, total = plan.tiles, plan.tiles.visited + plan.tiles.skipped
     shape = f"{plan.tile.block_m} x {plan.tile.block_n}{' (textbook)' if plan.materialises else ''}"
+    scope = ", per head" if plan.problem.batch == 1 else ", per head, over the batch"
     share = f" ({100 * tiles.visited / total:.0f} %)" if total else ""
-    scope = "per head" if plan.problem.batch == 1 else "per head, over the batch"
+    if plan.mask is not None:
+        shape, scope = "128 x 128 of the mask, all heads", f"; the kernels' own are {shape}"
+        share = f" ({100 * tiles.visited / total:.1f} %)" if total else ""
+    elif plan.problem.tiles_shape is not None:
+        scope += "; the tile mask has no contents here: every tile counts"
     guess = "" if plan.lengths_read else "; lengths unknown here: the most their bounds allow"
     return (
         f"{shape}: {tiles.visited:,} of {total:,} visited{share}, {tiles.partial:,} of them masked, "
-        f"{tiles.skipped:,} skipped, {scope}{guess}"
+        f"{tiles.skipped:,} skipped{scope}{guess}"
     )
 
 
 def _mask(plan: Plan) -> list[tuple[str, str]]:
     if plan.mask is None:
         return []
-    tiles, _, nbytes, path = plan.mask
-    total = tiles.visited + tiles.skipped
-    share = f" ({100 * tiles.visited / total:.1f} %)" if total else ""
-    text = (
-        f"tiles of 128 x 128 of all heads: {tiles.visited:,} of {total:,} visited{share}, {tiles.partial:,} of them "
-        f"masked, {format_bytes(nbytes)}; {path}"
-    )
-    return [("tile mask", text)]
+    return [("tile mask", f"{format_bytes(plan.mask.nbytes)}; {plan.mask.path}")]
 
 
 def _flops(plan: Plan) -> str:

@@ -86,20 +86,27 @@ def naive_work(problem: AttentionProblem, bands: Bands, memory: Memory, spec: De
 
 
 def tiled_work(
-    problem: AttentionProblem, bands: Bands, grid: TileGrid, memory: Memory, spec: DeviceSpec, share: float = 1.0
+    problem: AttentionProblem,
+    bands: Bands,
+    grid: TileGrid,
+    memory: Memory,
+    spec: DeviceSpec,
+    share: float = 1.0,
+    tile_share: float = 1.0,
 ) -> Work:
-    """Attention tile by tile: visible pairs count as work, of which a tile mask leaves a `share`. In addition to the
-    results there is one delta per row. The keys that a tile mask skips count as moved.
+    """Attention tile by tile: visible pairs count as work, of which a tile mask leaves a `share`, and of the tiles that
+    are moved a `tile_share`. In addition to the results there is one delta per row. Behind the last-level cache all
+    keys count.
     """
     traffic = _total_traffic(
         problem,
         bands,
-        lambda band, *dims: cost.tiled_forward(band, grid, *dims),
-        lambda band, *dims: cost.tiled_backward(band, grid, *dims),
+        lambda band, dim, dim_v: cost.tiled_forward(band, grid, dim, dim_v, tile_share),
+        lambda band, dim, dim_v: cost.tiled_backward(band, grid, dim, dim_v, tile_share),
     )
     pairs = round(_total(bands, Band.count_pairs) * problem.num_heads * share)
     scores = _total(bands, lambda band: cost.scores_computed(band, grid)) * problem.num_heads
-    moved = _bytes(problem, traffic, scores)
+    moved = _bytes(problem, traffic, round(tile_share * scores))
     from_memory = min(moved, _behind_cache(problem, bands, grid, spec))
     delta = problem.total_q * problem.num_heads * problem.accumulate_dtype.itemsize if problem.needs_grad else 0
     extra = memory.outputs + memory.gradients + delta

@@ -22,7 +22,7 @@ from tilewise.operands import Flags, Operands, Options
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names
 from tilewise.subclasses import check_class
-from tilewise.tile_masks import TileMask
+from tilewise.tile_masks import PROMISES, TileMask
 from tilewise.validation.flags import (
     OPTIONAL,
     OPTIONAL_PAGED,
@@ -88,7 +88,7 @@ def checked(
     Without `cast`, the caller applies autocast. `needs_grad` is derived from the tensors unless it is given.
     """
     (q, k, v), (scales, blocks) = unwrapped(*operands[:3], *_LAYOUTS.get(kind, (options.layout,)))
-    operands, lengths = _with_tiles(Operands(q, k, v, *operands[3:]))
+    operands, tile_mask = _with_tiles(Operands(q, k, v, *operands[3:]))
     shown = public_names(kind)
     named = {shown.get(name, name): getattr(operands, name) for name in _PASSED[kind]}
     require_tensors(optional=OPTIONAL_PAGED if kind == "paged" else OPTIONAL, **named, out=operands.out)
@@ -101,8 +101,9 @@ def checked(
     flags = normalise(options, needs_grad=needs_grad)
     if flags.batch_invariant:
         _check_bounds(operands, flags)
-    if lengths is not None:
-        flags = flags._replace(mask_seqlen_q=lengths[0], mask_seqlen_k=lengths[1])
+    if tile_mask is not None:
+        _check_promises(kind, tile_mask, flags)
+        flags = flags._replace(mask_seqlen_q=tile_mask.seqlen_q, mask_seqlen_k=tile_mask.seqlen_k)
     if operands.out is not None:
         check_out(operands.out, needs_grad=needs_grad)
     operands = operands._replace(q=q, k=k, v=v, seed=seed_tensor(seed, options.dropout), **scales)
@@ -118,14 +119,27 @@ def _check_bounds(operands: Operands, flags: Flags) -> None:
             raise InvalidProblem(f"max_seqlen_{side}", "an integer, because of deterministic='batch'", None, fix)
 
 
-def _with_tiles(operands: Operands) -> tuple[Operands, tuple[int, int] | None]:
-    """A tile mask given as `mask` becomes its tensors, and the lengths that it was made for."""
+def _check_promises(kind: Kind, mask: TileMask, flags: Flags) -> None:
+    """A mask whose constructor promises more than the flags would leave of it is refused."""
+    for promise in [PROMISES[name] for name in mask.promises]:
+        beside = f"with {promise.by}, because {promise.what}"
+        if promise.right and flags.causal:
+            raise InvalidProblem("causal", f"False {beside}", True, promise.fix)
+        left, right = flags.window_left, flags.window_right
+        if (promise.left and left is not None) or (promise.right and right is not None):
+            raise InvalidProblem("window", f"None {beside}", (left, right), promise.fix)
+        if promise.lengths and kind != "dense":
+            got = f"one of {mask.seqlen_q} queries x {mask.seqlen_k} keys"
+            raise InvalidProblem("mask", f"one per sequence {beside}", got, promise.fix)
+
+
+def _with_tiles(operands: Operands) -> tuple[Operands, TileMask | None]:
+    """A tile mask given as `mask` becomes its tensors; and the mask."""
     mask: Any = operands.mask
     if not isinstance(mask, TileMask):
         return operands, None
     tiles, bits, lists = mask.parts
-    tensors = operands._replace(mask=None, tiles=tiles, tile_bits=bits, tile_lists=lists)
-    return tensors, (mask.seqlen_q, mask.seqlen_k)
+    return operands._replace(mask=None, tiles=tiles, tile_bits=bits, tile_lists=lists), mask
 
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:

@@ -221,7 +221,7 @@ def _tile_fields(operands: Operands, keep: list[Tensor]) -> Block:
     tiles = tiles if tiles.stride(3) == 1 or tiles.shape[3] == 1 else tiles.contiguous()
     keep += [tiles, bits_by_keys(bits).contiguous()]
     batch, head, row = (4 * stride for stride in tiles.stride()[:3])
-    places = (tiles.data_ptr(), batch, head, row, TILE * tiles.shape[3], keep[-1].data_ptr())
+    places = (tiles.data_ptr(), batch, head, row, TILE * tiles.shape[3], keep[-1].data_ptr(), len(bits))
     return dict(enumerate(places, f.TILES))
 
 

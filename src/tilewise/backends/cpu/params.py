@@ -90,8 +90,8 @@ WS_TQ, WS_TK, WS_TV, WS_TSCORES, WS_TACC, WS_TSUM, WS_TQ_ROWS, WS_TK_COLUMNS, WS
 # Scale fields that are 0, for tensors that are never e4m3.
 NO_SCALES = _take(5)[0]
 # A tile mask: its map (0: none) with the byte strides of a sequence, a head and a row of tiles, the keys that the map
-# covers, and the bits of tiles that are visible in part.
-TILES, TILES_BATCH, TILES_HEAD, TILES_ROW, TILES_KEYS, TILE_BITS = _take(6)
+# covers, and the bits of tiles that are visible in part: address and number of tiles.
+TILES, TILES_BATCH, TILES_HEAD, TILES_ROW, TILES_KEYS, TILE_BITS, NUM_TILE_BITS = _take(7)
 # The largest score of each row, with the strides of lse (0: not wanted).
 LARGEST = next(_positions)
 # A whole number of cache lines.

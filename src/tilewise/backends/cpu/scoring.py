@@ -291,11 +291,19 @@ def change_scores(
 
 @driver
 def tile_kind(p: int, batch: int, head: int, row: int, key: int) -> int:
-    """What a tile mask says of the tile that holds this row and key. Past the map, lengths hide every key."""
+    """What a tile mask says of the tile that holds this row and key. Past the map, lengths hide every key.
+
+    A tile whose number names no bits is empty: somebody may have written into the map.
+    """
     if key >= field(p, f.TILES_KEYS):
         return FULL
     place = batch * field(p, f.TILES_BATCH) + head * field(p, f.TILES_HEAD) + row // TILE * field(p, f.TILES_ROW)
-    return load_i32(field(p, f.TILES) + place + 4 * (key // TILE))
+    kind = load_i32(field(p, f.TILES) + place + 4 * (key // TILE))
+    if kind < FULL:
+        return EMPTY
+    if kind >= field(p, f.NUM_TILE_BITS):
+        return EMPTY
+    return kind
 
 
 @driver
