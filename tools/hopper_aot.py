@@ -38,7 +38,8 @@ class Resources:
     """What the machine code of one kernel needs and contains.
 
     `unused_barriers` are initialised, but no role has them. Their memory is used for something else then, which is
-    wrong: see channels.make_ring.
+    wrong: see channels.make_ring. `early_signals`: how often one thread of a role signals without a barrier after what
+    the others stored in shared memory.
     """
 
     registers: int
@@ -49,6 +50,7 @@ class Resources:
     instructions: int
     local: LocalAccesses
     unused_barriers: list[str]
+    early_signals: int
 
 
 def call_of(problem: AttentionProblem, kernel: str, config: BackwardConfig | None = None) -> KernelCall:
@@ -72,6 +74,7 @@ def resources(call: KernelCall) -> Resources:
         instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", sass, re.MULTILINE)),
         local=counted(sass),
         unused_barriers=_unused_barriers(kernel.asm["ttgir"]),
+        early_signals=_early_signals(kernel.asm["ptx"]),
     )
 
 
@@ -80,6 +83,11 @@ def _unused_barriers(ir: str) -> list[str]:
     barriers = {slots.get(name, name) for name in re.findall(r"ttng\.init_barrier (%[^,\s]+)", ir)}
     given = {name for names in re.findall(r"ttg\.warp_specialize\((.*?)\)", ir) for name in names.split(", ")}
     return sorted(barriers - given)
+
+
+def _early_signals(ptx: str) -> int:
+    between = re.split(r"\bbar(?:rier)?\.(?:warp\.)?sync\b", ptx)
+    return sum(re.search(r"\b(st\.shared|stmatrix)\b.*\bmbarrier\.arrive\b", x, re.DOTALL) is not None for x in between)
 
 
 def _number(pattern: str, text: str) -> int:

@@ -290,8 +290,6 @@ def assembly(
         HERE.named.join(index, int(found.group(3)), waits=found.group(1) == "sync")
     if found := re.match(r"cp\.async\.bulk\.wait_group (\d)", text):
         await_writes(int(found.group(1)))
-    if "fence.acq_rel.gpu" in text:
-        HERE.fenced = True
     if text.startswith("ld.acquire"):
         return poll(args[0])
     if "st.global" in text:  # NaN for rows that are not finite
@@ -301,8 +299,6 @@ def assembly(
 
 def atomic(change: Callable[[Any, Any], Any]) -> Callable[[Pointer, Any], Tensor]:
     def run(pointer: Pointer, operand: Any, sem: str = "acq_rel") -> Tensor:
-        if vars(HERE).pop("fenced", False) and sem == "relaxed":
-            sem = "release"  # a fence of all threads, and their barrier, came before it
         places, old = torch.as_tensor(pointer.offset), []
         with HERE.grid.atomics:
             for place, x in zip(places.flatten().tolist(), torch.as_tensor(operand).flatten(), strict=True):

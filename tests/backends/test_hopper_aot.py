@@ -85,6 +85,7 @@ def hold(found: Any, spills: int, what: object) -> None:
     assert found.smem_bytes <= SMEM_LIMIT, what
     assert found.local.hot <= spills, f"{found.local} in {what}"
     assert found.unused_barriers == [], what
+    assert found.early_signals == 0, what
 
 
 # One of each family; the others in the exhaustive run.

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewise.backends.gpu.releases import aggregate
+from tilewise.backends.gpu.releases import aggregate, barrier
 
 
 @aggregate
@@ -129,6 +129,7 @@ class Mailbox:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         NUM_WORDS: gl.constexpr = self.values.shape[1]
         self.values.index(at.slot).store(gl.full([NUM_WORDS], 0, gl.int32, LAYOUT) + words)
+        barrier()  # every lane has stored its word before one of them signals
 
     @gluon.jit
     def wait(self, at):

@@ -107,7 +107,7 @@ def prepare_share(
         block, sizes.num_blocks, item, item - batch_idx * sizes.num_heads, span, turn, out_desc, dout_desc, lse_ptr,
         dlse_ptr, stats_ptr, sums_ptr, row_tiles, sizes, C)  # fmt: skip
     publish()
-    gl.atomic_add(counts_ptr + item, 1, sem="relaxed")
+    gl.atomic_add(counts_ptr + item, 1, sem="release")
     return turn
 
 
@@ -124,7 +124,7 @@ def prepare_listed(
             block, gl.cdiv(num_keys, C.BLOCK_N), head, head, span, turn, out_desc, dout_desc, lse_ptr, dlse_ptr,
             stats_ptr, sums_ptr, row_tiles, sizes, C)  # fmt: skip
         publish()
-        gl.atomic_add(counts + 1, 1, sem="relaxed")
+        gl.atomic_add(counts + 1, 1, sem="release")
     return turn
 
 

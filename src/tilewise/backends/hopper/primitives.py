@@ -364,7 +364,9 @@ def load_acquire(at):
 
 @gluon.jit
 def publish():
-    """Make this role's stores to global memory visible to other CTAs and their TMA before what it does next."""
-    FENCES: gl.constexpr = "fence.proxy.async; fence.acq_rel.gpu; mov.u32 $0, $1;"  # inline assembly needs a result
-    gl.inline_asm_elementwise(FENCES, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
-    barrier()  # one thread may now signal for all
+    """Let one thread signal for all of this role: its next atomic with release order makes their stores to global
+    memory visible to other CTAs and their TMA.
+    """
+    FENCE: gl.constexpr = "fence.proxy.async; mov.u32 $0, $1;"  # inline assembly needs a result
+    gl.inline_asm_elementwise(FENCE, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    barrier()

@@ -162,6 +162,7 @@ def merge_pairs(
             acc += tl.where(weight != 0.0, values, 0.0) * weight
     empty = total == 0.0
     result = acc / tl.where(empty, 1.0, total)[:, None]
+    tl.debug_barrier()  # every warp has read a row's own lse before one of them writes it
     tl.store(here, result.to(out.ptr.dtype.element_ty), mask=ok)
     tl.store(lse_rows, tl.where(empty, NEG_INF, anchor + tl.log2(tl.where(empty, 1.0, total)) * LN2), mask=row_ok)
 
