@@ -386,7 +386,9 @@ def _check_scales(kind: Kind, sizes: dict[str, int], lengths: dict[str, int], fl
             length = sizes["page_size"]
         least = 1 if block is None else -(-length // block)
         got = sizes[f"{side}_blocks"]
-        if got < least or (got > 1 and block is None):
+        # Without sequences no block is read: one token a sequence, or a max_seqlen, would still ask for some.
+        is_short = got < least and (paged or lengths["batch"] != 0)
+        if is_short or (got > 1 and block is None):
             fix = "Quantise with the same cu_seqlens and max_seqlen as the call's."
             raise InvalidProblem(f"{side}_scale", f"{least} blocks a head", got, fix)
 
