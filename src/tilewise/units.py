@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, counts and times with three significant digits and a unit."""
+"""Numbers for people: bytes, counts and times with three significant digits and a unit, nouns with their number."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def format_count(count: float, of: str = "") -> str:
 def format_seconds(seconds: float) -> str:
     """1.24 s, 310 ms, 4.20 us."""
     return _scaled(seconds * 1e9, 1000, ("ns", "us", "ms", "s")) if seconds < 1000 else f"{seconds:.0f} s"
+
+
+def counted(number: int, singular: str, plural: str = "", *, spec: str = "") -> str:
+    """A number and the noun in its form: 1 thread, 2 threads, 0 queries (its `plural`). `spec` formats the number."""
+    return f"{number:{spec}} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:

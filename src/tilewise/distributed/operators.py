@@ -26,6 +26,7 @@ from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.memory import check_there
 from tilewise.operands import Flags, Operands, Wanted
 from tilewise.totals import check_totals
+from tilewise.units import counted
 
 
 class Tensors(NamedTuple):
@@ -228,7 +229,7 @@ def _check_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> 
             fix = "Pad the shards: `shard` does."
             raise InvalidProblem("q" if name == "seqlen" else "k", "an even number of rows for zigzag", rows, fix)
         if not 0 <= length <= world * rows:
-            expected = f"at most {world} ranks x {rows} rows = {world * rows}"
+            expected = f"at most {counted(world, 'rank')} x {counted(rows, 'row')} = {world * rows}"
             raise InvalidProblem(name, expected, length, "It is the length of the whole sequence without padding.")
 
 
@@ -239,7 +240,9 @@ def _checked_documents(tensors: Tensors, world: int, rows_q: int, rows_k: int) -
         fix = "Pass the running totals of the lengths of all documents of the whole sequence, the same on every rank."
         raise InvalidProblem("cu_seqlens", "running totals that start with 0", documents, fix)
     if rows_q != rows_k:
-        raise InvalidProblem("k", f"{rows_q} rows as q has", rows_k, "Packed documents attend to themselves.")
+        raise InvalidProblem(
+            "k", f"{counted(rows_q, 'row')} as q has", rows_k, "Packed documents attend to themselves."
+        )
     check_totals("cu_seqlens", documents, world * rows_q)
     slopes = tensors.alibi_slopes
     shapes = ((tensors.q.shape[1],), (len(documents) - 1, tensors.q.shape[1]))

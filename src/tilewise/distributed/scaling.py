@@ -20,7 +20,7 @@ import torch
 from tilewise import device as devices
 from tilewise.errors import InvalidProblem
 from tilewise.masks import Band
-from tilewise.units import format_bytes, format_count, format_seconds
+from tilewise.units import counted, format_bytes, format_count, format_seconds
 
 GB, TERA = 1e9, 1e12
 METHODS = ("ring", "all_gather", "heads")
@@ -350,9 +350,11 @@ class Forecast:
         reach = f"{format_count(link.bandwidth * link.share, 'B/s')} of {format_count(link.bandwidth, 'B/s')}"
         compute, gradients = (format_count(rate, "FLOP/s") for rate in (rates.forward, rates.backward))
         lines = [
-            f"problem   {s.seqlen} tokens x {s.batch} over {s.world} ranks, {s.rows} tokens each, "
+            f"problem   {counted(s.seqlen, 'token')} x {s.batch} over {counted(s.world, 'rank')}, "
+            f"{counted(s.rows, 'token')} each, "
             f"{'causal' if s.causal else 'full'}, {s.sharding}",
-            f"          {s.num_heads} heads, {s.num_kv_heads} K/V heads, head_dim {s.head_dim}, {s.itemsize} bytes",
+            f"          {counted(s.num_heads, 'head')}, {counted(s.num_kv_heads, 'K/V head')}, head_dim {s.head_dim}, "
+            f"{counted(s.itemsize, 'byte')}",
             f"compute   {rates.name}: forward {compute}, backward {gradients} ({measured})",
             f"link      {link.name}: {reach}, {format_seconds(link.latency)} latency; the slowest on the way",
             "",
@@ -364,7 +366,7 @@ class Forecast:
                 times = "".join(f"{format_seconds(t):<10}" for t in (one.seconds, one.exposed, one.hidden))
                 lines.append(f"{p.method:<13}{name:<11}{times}{one.efficiency:<10.1%}{memory}".rstrip())
         if s.num_heads < s.world:
-            lines.append(f"heads        not possible: {s.num_heads} heads, {s.world} ranks")
+            lines.append(f"heads        not possible: {counted(s.num_heads, 'head')}, {counted(s.world, 'rank')}")
         thrifty = min(self.predictions, key=lambda p: p.memory_bytes)
         least = "" if thrifty is self.best else f"; {thrifty.method} takes least memory"
         seconds = format_seconds(self.best.seconds)
