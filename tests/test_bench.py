@@ -141,7 +141,7 @@ def test_nobody_is_fatal_and_a_wrong_ones_speed_is_not_kept() -> None:
 
 def test_results_survive_the_file(tmp_path: Path) -> None:
     everything = whole(run_small(window=(5, None), causal=False), run_small(measure="backward"))
-    path = tmp_path / "deep" / "file.json"
+    path = tmp_path / "file.json"
     results.write(everything, path, verdicts.judge_all(everything))
     assert results.read(path) == everything
     assert report.plain(results.read(path)) == report.plain(everything)
@@ -296,5 +296,8 @@ def test_output_that_cannot_be_written_is_refused_before_measuring(
         said = capsys.readouterr()
         assert said.err.startswith("error: output: expected a file that can be written")
         assert len(said.err.splitlines()) == 1
-    results.ensure_writable(tmp_path / "new" / "run.json")
-    assert not (tmp_path / "new" / "run.json").exists()
+    assert main(["--device", "cpu", "--output", str(tmp_path / "new" / "run.json")]) == 2
+    assert "there is no " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    results.ensure_writable(tmp_path / "run.json")
+    assert not (tmp_path / "run.json").exists()

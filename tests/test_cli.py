@@ -22,6 +22,7 @@ from tilewise import dispatch, settings
 from tilewise.backends.cpu import cache
 from tilewise.cli import COMMANDS, demo
 from tilewise.cli.demo import Measurement, Round
+from tilewise.units import counted
 
 MIB = 1 << 20
 
@@ -46,6 +47,11 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     assert "--json" in text
     assert f"tilewise {name}" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_has_a_short_name() -> None:
+    for name in ((), *((name,) for name in COMMANDS)):
+        assert succeed(*name, "-h") == succeed(*name, "--help")
 
 
 def test_the_bare_command_lists_every_command() -> None:
@@ -319,6 +325,67 @@ def test_the_summary_tells_slow_and_wrong_results_as_they_are() -> None:
     for said, seconds in {"1.2x faster": 2.0 / 1.2, "here it was not": 2.5}.items():
         causal = Round(256, True, good, Measurement(seconds, 10 * MIB, 1e-7), 0)
         assert said in demo._summary("cpu", [full, causal])
+
+
+def test_demo_says_why_it_stops() -> None:
+    some, limits = Measurement(1.0, MIB, 1e-7), demo.Limits(16384, 45.0, 6.0, 2 * MIB)
+    rounds = [Round(4096, causal, some, some, MIB) for causal in (False, True)]
+    assert demo._stopped([*rounds, Round(16384, True, some, some, MIB)], limits) is None
+    assert demo._stopped(rounds, limits) == (
+        "Stopped at 4,096 of 16,384 tokens: the next length would have ended after 45 s; --seconds allows more."
+    )
+    for needs, option in ((4 * MIB, "more than 2.00 MiB from here on; --naive-memory"), (MIB, "--naive-seconds")):
+        assert option in str(demo._stopped([Round(8192, False, None, some, needs)], limits))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_demo_that_stops_says_so_with_its_limit() -> None:
+    text = succeed("demo", *TINY, "--seconds", "0")
+    assert "Stopped at 256 of 512 tokens" in text
+    assert "would have ended after 0 s" in " ".join(text.split())
+    assert "1 head," in text
+    assert read("demo", *TINY, "--seconds", "0")["stopped"].startswith("Stopped at 256 of 512")
+
+
+# --- numbers
+
+
+def test_one_thing_is_not_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [counted(n, "thread") for n in (0, 1, 2)] == ["0 threads", "1 thread", "2 threads"]
+    assert counted(1, "query", "queries") == "1 query"
+    assert counted(1200, "query", "queries", spec=",") == "1,200 queries"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    found = " ".join(succeed("doctor").split())
+    assert "1 thread" in found
+    assert "1 threads" not in found
+    text = succeed("explain", "--seqlen-q", "1", "--seqlen-k", "1", "--heads", "1", "--device", "h200")
+    assert "1 head, 1 query x 1 key," in " ".join(text.split())
+    ranks = ("--context-parallel", "1", "--seqlen", "1", "--heads", "1", "--device", "h200")
+    assert "1 token x 1 over 1 rank, 1 token each" in " ".join(succeed("explain", *ranks).split())
+    cache = tw.PagedKVCache(1, 1, 1, 1, 8, dtype=torch.float32, device="cpu")
+    assert "1 page of 1 token, 1 layer of" in repr(cache)
+
+
+# --- files
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("explore --export", "export"),
+        ("profile --trace", "trace"),
+        ("explain --device h200 --plot", "plot"),
+        ("bench --quick --output", "output"),
+        ("accuracy --plot", "plot"),
+    ],
+)
+def test_a_folder_that_is_not_there_is_named_and_not_made(tmp_path: Path, command: str, option: str) -> None:
+    ending = {"export": "html", "plot": "svg"}.get(option, "json")
+    result = invoke(*command.split(), str(tmp_path / "new" / f"file.{ending}"))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {option}: expected a file in a folder that exists")
+    assert f"there is no {tmp_path / 'new'}" in result.stderr
+    assert not (tmp_path / "new").exists()
 
 
 # --- the process

@@ -103,6 +103,26 @@ def test_packed_rows_past_the_end_count_for_nothing(granularity: str) -> None:
     assert not made.dequantize(empty).any()
 
 
+@pytest.mark.parametrize("where", ["cpu", "reference"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_batch_without_sequences_is_attended(granularity: Any, where: str) -> None:
+    """Its block scales have no blocks, whatever length a call names."""
+    none = torch.zeros(1, dtype=torch.int32)
+    q = fp8.quantize(torch.empty(0, 2, 16), granularity=granularity, cu_seqlens=none)
+    pages = fp8.quantize_pages(torch.randn(4, 8, 2, 16))
+    tables = torch.empty(0, 3, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    for more in ({}, {"cu_seqlens_q": none, "max_seqlen_q": 200}, {"deterministic": "batch"}):
+        flags: dict[str, Any] = {"return_lse": True, "return_max_logits": True, "backend": where} | more
+        given = torch.empty(0, 2, 16, dtype=torch.bfloat16)
+        out, lse, logits = tw.attention_paged(q, pages, pages, *tables, out=given, **flags)
+        assert out is given
+        assert lse.shape == (2, 0)
+        assert bool((logits == -torch.inf).all())
+    assert tw.explain(q, pages, pages, block_table=tables[0], seqlens_k=tables[1], device="h200").problem.batch == 0
+    bounds = {"max_seqlen_q": 200, "max_seqlen_k": 300}
+    assert tw.attention_varlen(q, q, q, none, none, backend=where, **bounds).shape == q.shape
+
+
 @pytest.mark.parametrize("head_dim", [1, 3, 40, 64, 80, 96, 128, 256])
 def test_rotation_keeps_every_product(head_dim: int) -> None:
     q, k = torch.randn(2, 30, head_dim, generator=torch.Generator().manual_seed(0)).double()

@@ -51,7 +51,7 @@ def test_json_says_where_and_with_what() -> None:
 
 
 def test_the_table_and_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "run.json"
+    path = tmp_path / "run.json"
     done = invoke(
         "bench", "--device", "cpu", "--only", "decode", "--quick", "--seconds-per-case", "0.01", "--output", str(path)
     )

@@ -72,7 +72,7 @@ def test_explain_lists_tiles_and_has_them_in_its_json() -> None:
 
 
 def test_explain_draws_into_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "plan.svg"
+    path = tmp_path / "plan.svg"
     result = invoke("explain", "--device", "h200", "--seqlen-q", "1", "--plot", str(path))
     assert (result.exit_code, result.stderr.strip()) == (0, f"written: {path}")
     assert path.read_text().startswith("<?xml")

@@ -675,7 +675,7 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
     ("call", "message"),
     [
         (lambda: tw.attention(Q, Q, Q, mask=MASK.cut((0, 199), (0, 200))), "of 200 queries x 200 keys, got one of 199"),
-        (lambda: tw.attention(Q[:, :, :1], Q, Q, mask=MASK), "of 1 queries x 200 keys"),
+        (lambda: tw.attention(Q[:, :, :1], Q, Q, mask=MASK), "of 1 query x 200 keys"),
         (lambda: tw.attention(Q, Q, Q, mask=tile_mask(MASK_OF_HEADS, 200, 200, heads=3)), "4 heads, or 1"),
         (lambda: tw.attention(Q, Q, Q, mask=MASK.to("meta")), "on cpu as q is, got meta"),
         (lambda: tw.attention(Q, Q, Q, mask=CAUSAL), "a torch.Tensor, a TileMask or None, got str"),

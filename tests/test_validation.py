@@ -158,6 +158,8 @@ FIXES: dict[str, tuple[Arguments, str]] = {
     "a learnt scale": (dense(scale=torch.tensor(0.1)), "pass q * scale and scale=1.0"),
     "dense queries to pack": (packed(q=zeros(2, 5, 4, 8)), "is packed by q.flatten(0, 1)"),
     "pages with heads first": (paged(**{n: zeros(6, 2, 8, 8) for n in ("k_pages", "v_pages")}), "and 2 of pages"),
+    "a negative length": (paged(seqlens_k=int32(6, -1)), "A sequence without keys has length 0"),
+    "a negative page": (paged(seqlens_k=int32(6, 5)), "none negative"),
     "queries in another dtype": (paged(q=zeros(2, 4, 8).half()), "Convert q to the dtype of the pages"),
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from suite.command import Options, chosen_cases, execute
 from suite.plots import write_plots
 from suite.report import plain
-from suite.results import Results, default_path, ensure_writable, read, write
+from suite.results import RESULTS, Results, default_path, ensure_writable, read, write
 from suite.verdicts import judge_all
 from tilewise.errors import TilewiseError
 
@@ -48,6 +48,8 @@ def _run(options: Options, given: argparse.Namespace) -> None:
     else:
         if given.output:
             ensure_writable(given.output)
+        else:
+            RESULTS.mkdir(parents=True, exist_ok=True)
         results = execute(options, _announcer(len(chosen_cases(options))))
         path = given.output or default_path(results)
         write(results, path, judge_all(results))

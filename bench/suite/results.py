@@ -18,6 +18,8 @@ from tilewise.errors import InvalidProblem
 __all__ = ["CaseResult", "Measured", "Results", "default_path", "document", "ensure_writable", "read", "write"]
 
 FORMAT = 1
+# The folder of results for which no path is given.
+RESULTS = Path("bench", "results")
 Status = Literal["ok", "wrong", "failed", "skipped", "missing"]
 
 
@@ -92,7 +94,7 @@ class Results:
 
 def default_path(results: Results) -> Path:
     """Where results are kept unless another path is given."""
-    return Path("bench", "results", f"{results.slug}-{results.date[:10]}.json")
+    return RESULTS / f"{results.slug}-{results.date[:10]}.json"
 
 
 def document(results: Results, verdicts: Sequence[Any] = ()) -> dict[str, Any]:

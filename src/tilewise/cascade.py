@@ -31,6 +31,7 @@ from tilewise.memory import check_allocated, touch
 from tilewise.numerics import merge_rows
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
+from tilewise.units import counted
 
 # Rates of the cost rule; measurements by name in bench/results/cascade-costs.csv. A GPU pays for two more launches and
 # the prefix's products, and saves reads, most of which L2 would have served. The launch cost counts host time, so some
@@ -136,7 +137,10 @@ def describe(shared: SharedPrefix, operands: Operands, flags: Flags, spec: Devic
     if reason is not None:
         return f"no: {reason}"
     saved = saved_seconds(shared, operands, spec)
-    groups = ", ".join(f"{g.seqlen_k} keys once for {g.rows} queries of {g.sequences} sequences" for g in shared.groups)
+    groups = ", ".join(
+        f"{counted(g.seqlen_k, 'key')} once for {counted(g.rows, 'query', 'queries')} of {g.sequences} sequences"
+        for g in shared.groups
+    )
     return f"{groups}; saves about {saved * 1e6:.0f} us"
 
 

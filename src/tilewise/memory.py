@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
+from tilewise.units import counted
 
 # Shape and strides.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -106,7 +107,9 @@ def check_allocated(names: Iterable[str], tensors: Iterable[Tensor | None]) -> N
                 "untyped_storage().resize_() freed or cut it, as FSDP does between uses: allocate it (FSDP: unshard "
                 "the parameters) before the call."
             )
-            raise InvalidProblem(name, f"a storage of {size} bytes or more", f"one of {held.nbytes()}", fix)
+            raise InvalidProblem(
+                name, f"a storage of {counted(int(size), 'byte')} or more", f"one of {held.nbytes()}", fix
+            )
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

@@ -42,7 +42,7 @@ from tilewise.tiles import (
     visible,
 )
 from tilewise.totals import check_totals
-from tilewise.units import format_bytes
+from tilewise.units import counted, format_bytes
 
 # A tile that is still to be evaluated.
 UNKNOWN = -3
@@ -434,7 +434,9 @@ class TileMask:
         masks, heads = given, max(mask.tiles.shape[1] for mask in given)
         if any(mask.tiles.shape[1] not in (1, heads) for mask in masks):
             got = [mask.tiles.shape[1] for mask in masks]
-            raise InvalidProblem("masks", f"masks of {heads} heads, or 1", got, "Share one, or give one each.")
+            raise InvalidProblem(
+                "masks", f"masks of {counted(heads, 'head')}, or 1", got, "Share one, or give one each."
+            )
         longest_q, longest_k = max(m.seqlen_q for m in masks), max(m.seqlen_k for m in masks)
         lengths = longest_q if seqlen_q is None else seqlen_q, longest_k if seqlen_k is None else seqlen_k
         for name, length in zip(("seqlen_q", "seqlen_k"), lengths, strict=True):
@@ -494,7 +496,7 @@ class TileMask:
         counts = self.counts
         head = (
             f"TileMask(batch {batch}, heads {heads}, {seqlen_q} x {seqlen_k} on {self.device}: "
-            f"{100 * self.density:.1f} % of {self.tiles.numel():,} tiles, {counts.full:,} full, "
+            f"{100 * self.density:.1f} % of {counted(self.tiles.numel(), 'tile', spec=',')}, {counts.full:,} full, "
             f"{counts.partial:,} partial, {format_bytes(self.nbytes)})"
         )
         # The tiles of the first sequence and head, several in a character where there are many.

@@ -1,4 +1,4 @@
-"""Numbers for people: bytes, counts and times with three significant digits and a unit."""
+"""Numbers for people: bytes, counts and times with three significant digits and a unit, nouns with their number."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def format_seconds(seconds: float) -> str:
     return _scaled(seconds * 1e9, 1000, ("ns", "us", "ms", "s")) if seconds < 1000 else f"{seconds:.0f} s"
 
 
-def format_plural(count: int, noun: str) -> str:
-    """A number of things: "1 rank", "2 ranks"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def counted(number: int, singular: str, plural: str = "", *, spec: str = "") -> str:
+    """A number and the noun in its form: 1 thread, 2 threads, 0 queries (its `plural`). `spec` formats the number."""
+    return f"{number:{spec}} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:

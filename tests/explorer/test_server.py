@@ -232,7 +232,7 @@ def test_the_exported_page_is_one_small_file_without_outside_addresses(exported:
 
 def test_export_writes_a_page_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilewise.cli.explore.exported_page", lambda _chapter: "<!doctype html> µ")
-    target = tmp_path / "new" / "page.html"
+    target = tmp_path / "page.html"
     result = invoke("explore", "--export", str(target))
     assert result.exit_code == 0, result.output
     assert "needs no server" in result.stdout

@@ -272,7 +272,7 @@ def test_rows_past_the_step_are_left_alone(classes: Any) -> None:
     [
         (torch.ones(1, 2, 8), torch.ones(1, 2, 8), r"k: expected the dtype of the cache, torch\.bfloat16"),
         (torch.ones(1, 2, 8).bfloat16(), torch.ones(1, 2, 8), r"v: expected the dtype of the cache"),
-        (torch.ones(1, 1, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16(), r"k: expected \(1 tokens, 2, 8\)"),
+        (torch.ones(1, 1, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16(), r"k: expected \(1 token, 2, 8\)"),
         (torch.ones(2, 2, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16(), r"v: expected \(2 tokens, 2, 8\)"),
     ],
 )

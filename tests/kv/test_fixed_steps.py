@@ -76,7 +76,7 @@ def test_a_replayed_step_is_marked_as_written() -> None:
     ("arguments", "message"),
     [
         ({"counts": [2]}, "counts: expected None or ones in a fixed step"),
-        ({"tokens": [1, 2]}, "tokens: expected 1 entries"),
+        ({"tokens": [1, 2]}, "tokens: expected 1 entry"),
     ],
 )
 def test_bad_fixed_steps_change_nothing(arguments: dict[str, Any], message: str) -> None:
@@ -154,7 +154,7 @@ def test_a_cache_says_what_it_is() -> None:
     served = served_by()
     served.prefill([1, 2, 3, 4, 5])
     sizes = f"64 pages of {PAGE} tokens, {LAYERS} layers of {KV_HEADS} x {DIM}, torch.float32 on cpu"
-    assert repr(served.cache) == f"<PagedKVCache: {sizes}; 1 requests hold 2 pages>"
+    assert repr(served.cache) == f"<PagedKVCache: {sizes}; 2 pages held by 1 request>"
 
 
 @pytest.mark.parametrize("tables", [HostTables, StagedTables])

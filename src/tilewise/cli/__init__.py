@@ -38,7 +38,11 @@ class FriendlyGroup(TyperGroup):
 
 def build_app() -> typer.Typer:
     """The application with every command."""
-    app = typer.Typer(cls=FriendlyGroup, help=HELP, no_args_is_help=True, add_completion=False)
+    # Commands inherit the names of the help option.
+    context = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(
+        cls=FriendlyGroup, help=HELP, no_args_is_help=True, add_completion=False, context_settings=context
+    )
     # A callback keeps command names required even if there were only one command.
     app.callback(epilog="Example:  tilewise demo")(_top_level)
     for name in COMMANDS:

@@ -17,7 +17,7 @@ from tilewise import outputs
 from tilewise.bench import machine
 from tilewise.bench.quick import Case, Measured, cases, device_of, run, select, threads_of
 from tilewise.cli.console import JsonOption, print_json, progress
-from tilewise.units import format_count, format_seconds
+from tilewise.units import counted, format_count, format_seconds
 
 EXAMPLE = "tilewise bench --device cpu --only forward --quick"
 
@@ -69,7 +69,11 @@ def _document(found: list[tuple[Case, list[Measured]]], threads: int) -> dict[st
 def _show(document: dict[str, Any], found: list[tuple[Case, list[Measured]]]) -> None:
     console = Console(highlight=False)
     on_gpu = found[0][0].device == "cuda"
-    where = document["machine"]["gpu"] if on_gpu else f"{document['machine']['cpu']}, {document['threads']} threads"
+    where = (
+        document["machine"]["gpu"]
+        if on_gpu
+        else f"{document['machine']['cpu']}, {counted(document['threads'], 'thread')}"
+    )
     console.print(f"[bold]{escape(where)}, torch {document['versions']['torch']}[/]\n")
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("case", style="cyan")

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tilewise import figures, outputs
 from tilewise.errors import InvalidProblem
-from tilewise.units import format_bytes
+from tilewise.units import counted, format_bytes
 
 JSON_KEY = "tilewise.json"
 
@@ -48,7 +48,7 @@ def cache_line(cache: Mapping[str, Any]) -> str:
     """A backend's compiled kernels on disk: how many, how large, where, and whether more can be kept."""
     if cache.get("refused"):
         return f"{cache['path']} is not used: {cache['refused']}"
-    entries = f"{cache['entries']} of {cache['entries_when_full']} programs"
+    entries = f"{cache['entries']} of {counted(cache['entries_when_full'], 'program')}"
     kept = f"{entries}, {format_bytes(cache['size_bytes'])} in {cache['path']}"
     return kept if cache.get("writable", True) else f"{kept}, which cannot be written"
 

@@ -24,7 +24,7 @@ from tilewise.bench.quick import formula
 from tilewise.cli.console import JsonOption, Step, print_json, progress
 from tilewise.masks import Band
 from tilewise.plan import explain
-from tilewise.units import format_bytes, format_seconds
+from tilewise.units import counted, format_bytes, format_seconds
 
 EXAMPLE = "tilewise demo --heads 8 --max-seqlen 4096"
 
@@ -97,10 +97,11 @@ def command(
     # The first call, and two implementations, full and causal, at every length.
     with progress(1 + 4 * len(_seqlens(limits))) as announce:
         rounds = list(_play(shape, player, limits, announce))
-    print_json(_as_dict(shape, player, rounds)) if json else _show(shape, player, rounds)
+    stopped = _stopped(rounds, limits)
+    print_json(_as_dict(shape, player, rounds, stopped)) if json else _show(shape, player, rounds, stopped)
 
 
-def _as_dict(shape: Shape, player: str, rounds: Sequence[Round]) -> dict[str, Any]:
+def _as_dict(shape: Shape, player: str, rounds: Sequence[Round], stopped: str | None) -> dict[str, Any]:
     batch, heads, head_dim = shape
     return {
         "device": device.cpu_name(),
@@ -114,16 +115,17 @@ def _as_dict(shape: Shape, player: str, rounds: Sequence[Round]) -> dict[str, An
         "memory_measured_by": memory_method(),
         "rounds": [dataclasses.asdict(played) for played in rounds],
         "summary": _summary(player, rounds),
+        "stopped": stopped,
     }
 
 
-def _show(shape: Shape, player: str, rounds: Sequence[Round]) -> None:
+def _show(shape: Shape, player: str, rounds: Sequence[Round], stopped: str | None) -> None:
     batch, heads, head_dim = shape
     name = "the textbook algorithm in torch" if player == TEXTBOOK else f"backend {player}"
     console = Console(highlight=False)
     console.print(
-        f"[bold]Exact attention, fp32, batch {batch}, {heads} heads, head_dim {head_dim}[/], on {device.cpu_name()} "
-        f"with {torch.get_num_threads()} threads.\n"
+        f"[bold]Exact attention, fp32, batch {batch}, {counted(heads, 'head')}, head_dim {head_dim}[/], on "
+        f"{device.cpu_name()} with {counted(torch.get_num_threads(), 'thread')}.\n"
         f"naive stores the score matrix; tilewise (here: [bold]{name}[/]) works in tiles and never does."
     )
     for causal in (False, True):
@@ -133,6 +135,8 @@ def _show(shape: Shape, player: str, rounds: Sequence[Round]) -> None:
         f"error: largest against fp64[/]\n"
     )
     console.print(_summary(player, rounds))
+    if stopped is not None:
+        console.print(f"\n{stopped}")
 
 
 def _table(causal: bool, rounds: Sequence[Round]) -> Table:
@@ -188,6 +192,23 @@ def _summary(player: str, rounds: Sequence[Round]) -> str:
             "No compiled backend was there, so tilewise ran Python loops: look at its memory, not its speed."
         )
     return " ".join(sentences)
+
+
+def _stopped(rounds: Sequence[Round], limits: Limits) -> str | None:
+    """Why the longest lengths were not run; None if all were."""
+    last, longest = rounds[-1].seqlen, _seqlens(limits)[-1]
+    if last == longest:
+        return None
+    ended = [played for played in rounds if played.seqlen == last]
+    if any(played.naive is not None for played in ended):
+        why = f"the next length would have ended after {limits.seconds:g} s; --seconds allows more"
+    elif ended[0].naive_needs > limits.naive_memory:
+        allowed = format_bytes(limits.naive_memory)
+        why = f"naive attention would need more than {allowed} from here on; --naive-memory allows more"
+    else:
+        allowed = f"{limits.naive_seconds:g} s"
+        why = f"a naive call would take more than {allowed} from here on; --naive-seconds allows more"
+    return f"Stopped at {last:,} of {longest:,} tokens: {why}."
 
 
 def _comparison(played: Round, naive: Measurement) -> str:

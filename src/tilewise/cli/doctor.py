@@ -17,7 +17,7 @@ from tilewise.bench.machine import installed_version
 from tilewise.cli.console import JsonOption, cache_line, print_json
 from tilewise.device import DeviceSpec
 from tilewise.plan import explain
-from tilewise.units import format_bytes, format_count
+from tilewise.units import counted, format_bytes, format_count
 from tilewise.version import __version__
 
 EXAMPLE = "tilewise doctor --json"
@@ -105,7 +105,7 @@ def _device_line(found: dict[str, Any]) -> str:
     single, half = (found["flops"].get(dtype) for dtype in ("float32", "bfloat16"))
     bandwidth = format_count(found["bandwidth"], "B/s")
     if found["threads"] is not None:
-        what = f"{found['processors']} cores, {found['threads']} threads"
+        what = f"{counted(found['processors'], 'core')}, {counted(found['threads'], 'thread')}"
         rates = f"measured: {format_count(single, 'FLOP/s')} fp32, {bandwidth}"
     else:
         what = f"{found['processors']} SMs, compute capability {found['capability']}"

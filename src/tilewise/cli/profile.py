@@ -30,7 +30,7 @@ from tilewise.cli.console import JsonOption, Step, check_plot, print_json, progr
 from tilewise.cli.explain import DType
 from tilewise.errors import InvalidProblem
 from tilewise.plan import Plan, explain
-from tilewise.units import format_count, format_seconds
+from tilewise.units import counted, format_count, format_seconds
 
 EXAMPLE = "tilewise profile --seqlen 2048 --causal --backward"
 
@@ -165,10 +165,10 @@ def _headline(found: Profile, sizes: Sizes) -> str:
     passes = "forward and backward" if sizes.backward else "forward"
     mask = ", causal" if sizes.causal else ""
     dtype = str(sizes.dtype).removeprefix("torch.")
-    heads = f"{sizes.heads}/{sizes.kv_heads}" if sizes.kv_heads != sizes.heads else str(sizes.heads)
-    threads = f" with {torch.get_num_threads()} threads" if sizes.device.type == "cpu" else ""
+    heads = f"{sizes.heads}/{sizes.kv_heads} heads" if sizes.kv_heads != sizes.heads else counted(sizes.heads, "head")
+    threads = f" with {counted(torch.get_num_threads(), 'thread')}" if sizes.device.type == "cpu" else ""
     return (
-        f"{passes}{mask}, {dtype}, batch {sizes.batch}, {heads} heads, {sizes.seqlen} tokens, head_dim "
+        f"{passes}{mask}, {dtype}, batch {sizes.batch}, {heads}, {counted(sizes.seqlen, 'token')}, head_dim "
         f"{sizes.head_dim}, on {found.plan.device.name}{threads}"
     )
 
@@ -201,7 +201,7 @@ def _cells(side: Side, name: str) -> tuple[str, str]:
 
 def _remarks(found: Profile, sizes: Sizes) -> list[str]:
     """Remarks that the table cannot show."""
-    calls = f"{sizes.calls} call{'s' * (sizes.calls != 1)}"
+    calls = counted(sizes.calls, "call")
     lines = [
         f"Mean of {calls} under the profiler, which adds a little to each operator. Results differ by at most "
         f"{found.difference:.1e}."

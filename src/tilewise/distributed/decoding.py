@@ -29,6 +29,7 @@ from tilewise.memory import check_allocated
 from tilewise.numerics import merge_all
 from tilewise.operands import Options, Window
 from tilewise.totals import check_totals
+from tilewise.units import counted
 
 Pages = Tensor | Fp8Tensor
 
@@ -76,7 +77,7 @@ def local_slots(
     on_host = positions.device.type == "cpu" or settings.current().check_values
     if on_host:
         if bool((mine & (column >= columns)).any()):
-            expected = f"positions within the {columns} pages that the table has of a sequence here"
+            expected = f"positions within the {counted(columns, 'page')} that the table has of a sequence here"
             raise InvalidProblem("positions", expected, int(positions.max()), "Add pages to the table.")
         if len(positions) and bool(((sequences < 0) | (sequences >= batch)).any()):
             raise InvalidProblem(
@@ -228,8 +229,10 @@ def _checked(tensors: tuple[Any, ...], options: Options, group: Group) -> _Rows:
     table, held = table[index] if cu_seqlens_q is not None else table, _count(ends, page_size, rank, world)
     on_host = seqlens.device.type == "cpu" or settings.current().check_values
     if on_host and len(held) and int(held.max()) > table.shape[1] * page_size:
-        expected = f"at most {table.shape[1]} pages of {page_size} keys on this rank, as block_table has"
-        raise InvalidProblem("seqlens_k", expected, f"{int(held.max())} keys", "Add pages to the table.")
+        expected = (
+            f"at most {counted(table.shape[1], 'page')} of {counted(page_size, 'key')} on this rank, as block_table has"
+        )
+        raise InvalidProblem("seqlens_k", expected, counted(int(held.max()), "key"), "Add pages to the table.")
     if left is None:
         return _Rows(table, held.int(), None, padding)
     # Of a window only the pages that it reaches are read, and of the first of these the keys in it.

@@ -26,7 +26,7 @@ from tilewise.errors import InvalidProblem, TilewiseError
 from tilewise.memory import check_there
 from tilewise.operands import Flags, Operands, Wanted
 from tilewise.totals import check_totals
-from tilewise.units import format_plural
+from tilewise.units import counted
 
 
 class Tensors(NamedTuple):
@@ -258,7 +258,7 @@ def _check_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> 
             expected = f"the length of all keys before `shard`, because k has {rows_k} rows and q {rows_q}"
             raise InvalidProblem(name, expected, None, "Without it, keys are as many as queries.")
         if not 0 <= length <= world * rows:
-            expected = f"at most {format_plural(world, 'rank')} x {rows} rows = {world * rows}"
+            expected = f"at most {counted(world, 'rank')} x {counted(rows, 'row')} = {world * rows}"
             raise InvalidProblem(name, expected, length, "It is the length of the whole sequence without padding.")
         _check_sharded(name, length, rows, world, settings.sharding)
 
@@ -271,7 +271,7 @@ def _check_sharded(name: str, length: int, rows: int, world: int, sharding: str)
             "length from before `shard`. If that is the length, cut off some padding before `shard`."
         )
         raise InvalidProblem(
-            name, f"the length of the sequence over {format_plural(world, 'rank')}", f"{rows}, one rank's rows", fix
+            name, f"the length of the sequence over {counted(world, 'rank')}", f"{rows}, one rank's rows", fix
         )
 
 
@@ -280,7 +280,9 @@ def _checked_documents(tensors: Tensors, settings: Settings, world: int, rows_q:
     assert tensors.cu_seqlens is not None
     documents = tuple(tensors.cu_seqlens.tolist())
     if rows_q != rows_k:
-        raise InvalidProblem("k", f"{rows_q} rows as q has", rows_k, "Packed documents attend to themselves.")
+        raise InvalidProblem(
+            "k", f"{counted(rows_q, 'row')} as q has", rows_k, "Packed documents attend to themselves."
+        )
     check_totals("cu_seqlens", documents, world * rows_q)
     _check_sharded("cu_seqlens", documents[-1], rows_q, world, settings.sharding)
     for name, length in (("seqlen", settings.seqlen), ("seqlen_k", settings.seqlen_k)):

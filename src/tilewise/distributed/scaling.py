@@ -20,7 +20,7 @@ import torch
 from tilewise import device as devices
 from tilewise.errors import InvalidProblem
 from tilewise.masks import Band
-from tilewise.units import format_bytes, format_count, format_plural, format_seconds
+from tilewise.units import counted, format_bytes, format_count, format_seconds
 
 GB, TERA = 1e9, 1e12
 METHODS = ("ring", "all_gather", "heads")
@@ -358,11 +358,11 @@ class Forecast:
         reach = f"{format_count(link.bandwidth * link.share, 'B/s')} of {format_count(link.bandwidth, 'B/s')}"
         compute, gradients = (format_count(rate, "FLOP/s") for rate in (rates.forward, rates.backward))
         lines = [
-            f"problem   {format_plural(s.seqlen, 'token')} x {s.batch} over {format_plural(s.world, 'rank')}, "
-            f"{format_plural(s.rows, 'token')} each, "
+            f"problem   {counted(s.seqlen, 'token')} x {s.batch} over {counted(s.world, 'rank')}, "
+            f"{counted(s.rows, 'token')} each, "
             f"{'causal' if s.causal else 'full'}, {s.sharding}",
-            f"          {format_plural(s.num_heads, 'head')}, {format_plural(s.num_kv_heads, 'K/V head')}, "
-            f"head_dim {s.head_dim}, {format_plural(s.itemsize, 'byte')}",
+            f"          {counted(s.num_heads, 'head')}, {counted(s.num_kv_heads, 'K/V head')}, head_dim {s.head_dim}, "
+            f"{counted(s.itemsize, 'byte')}",
             f"compute   {rates.name}: forward {compute}, backward {gradients} ({measured})",
             f"link      {link.name}: {reach}, {format_seconds(link.latency)} latency; the slowest on the way",
             "",
@@ -374,7 +374,7 @@ class Forecast:
                 times = "".join(f"{format_seconds(t):<10}" for t in (one.seconds, one.exposed, one.hidden))
                 lines.append(f"{p.method:<13}{name:<11}{times}{one.efficiency:<10.1%}{memory}".rstrip())
         if s.num_heads < s.world:
-            lines.append(f"heads        not possible: {format_plural(s.num_heads, 'head')}, {s.world} ranks")
+            lines.append(f"heads        not possible: {counted(s.num_heads, 'head')}, {counted(s.world, 'rank')}")
         thrifty = min(self.predictions, key=lambda p: p.memory_bytes)
         least = "" if thrifty is self.best else f"; {thrifty.method} takes least memory"
         seconds = format_seconds(self.best.seconds)

@@ -21,7 +21,7 @@ from tilewise.distributed.transport import MeshOrGroup, all_gather, group_of
 from tilewise.errors import InvalidProblem
 from tilewise.subclasses import check_class
 from tilewise.totals import check_totals
-from tilewise.units import format_plural
+from tilewise.units import counted
 
 Sharding = Literal["zigzag", "contiguous"]
 
@@ -98,7 +98,7 @@ def shard(
             "Name a value to pad with (pad=0 for token ids, the loss's ignored index for targets), and pass "
             f"seqlen={seqlen} to context_parallel_attention and unshard."
         )
-        raise InvalidProblem("tensor", f"{expected} on {format_plural(world, 'rank')}", seqlen, fix)
+        raise InvalidProblem("tensor", f"{expected} on {counted(world, 'rank')}", seqlen, fix)
     if pad is not None and not isinstance(pad, (int, float) if tensor.is_floating_point() else int):
         raise InvalidProblem("pad", f"None or a number that {tensor.dtype} holds", repr(pad), "It fills up shards.")
     parts = []
@@ -127,7 +127,7 @@ def unshard(
     _check_rows("tensor", rows, sharding)
     if not is_count(seqlen) or seqlen > world * rows:
         fix = "Pass the length that the tensor had before `shard`."
-        expected = f"an integer from 0 to {format_plural(world, 'rank')} x {rows} rows = {world * rows}"
+        expected = f"an integer from 0 to {counted(world, 'rank')} x {rows} rows = {world * rows}"
         raise InvalidProblem("seqlen", expected, repr(seqlen), fix)
     parts = all_gather(tensor.detach().contiguous(), group).view(world, *tensor.shape).unbind(0)
     return in_order(torch.cat(parts, dim), dim, world, sharding).narrow(dim, 0, seqlen)

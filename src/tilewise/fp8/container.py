@@ -108,7 +108,9 @@ class Fp8Tensor:
         except (TypeError, RuntimeError):
             wanted = 0
         if not 1 <= wanted <= self.shape[-1]:
-            raise InvalidProblem("count", f"1 to {self.shape[-1]} columns", repr(count), "Rows have so many columns.")
+            raise InvalidProblem(
+                "count", f"1 to {self.shape[-1]}, the columns of a row", repr(count), "Rows have so many columns."
+            )
         if self.rotated:
             fix = "Quantise a latent without rotation."
             raise InvalidProblem("first_columns", "rows that are not rotated", "rotated rows", fix)

@@ -28,6 +28,7 @@ from tilewise.kv.writing import write_rows
 from tilewise.memory import check_allocated, overlap, overlaps_itself
 from tilewise.nn.rotary import check_tables, rotate
 from tilewise.totals import check_totals
+from tilewise.units import counted
 
 Lengths = int | Tensor
 LENGTHS = "An int for all sequences, or int32 (batch,)."
@@ -66,7 +67,7 @@ class Store:
             raise InvalidProblem("block_table", "a tensor (batch, pages)", f"shape {tuple(self.table.shape)}", fix)
         if self.table is None and self.batch_idx is None and len(self.k) < batch:
             fix = "A row for every sequence of q, or cache_batch_idx to say which it has."
-            raise InvalidProblem("k_cache", f"at least {batch} rows as q has sequences", len(self.k), fix)
+            raise InvalidProblem("k_cache", f"at least {counted(batch, 'row')} as q has sequences", len(self.k), fix)
         fix = "One number a sequence, as int32."
         rows = len(self.k) if self.table is None else len(self.table)
         limits = (("cache_batch_idx", self.batch_idx, rows), ("cache_leftpad", self.leftpad, self.capacity + 1))
@@ -425,6 +426,7 @@ def _check_bounds(*bounds: _Bound, read: bool = False) -> bool:
     ends = torch.stack([end.long() for each in there for end in each.numbers.aminmax()]).tolist()
     for (name, _, bound, what, fix), first, last in zip(there, ends[::2], ends[1::2], strict=True):
         if first < 0 or last >= bound:
+            fix = fix if first >= 0 else "Numbers are counted from 0; none is negative."
             raise InvalidProblem(name, f"positions below {bound}, the {what}", first if first < 0 else last, fix)
     return True
 

@@ -19,6 +19,7 @@ from tilewise.api import attention
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations import translation
 from tilewise.integrations.translation import UNBOUNDED, worded
+from tilewise.units import counted
 
 __all__ = ["NAME", "attend", "register"]
 
@@ -99,7 +100,7 @@ def attend(
             raise InvalidProblem(name, "(batch, seqlen, heads, dim)", f"shape {tuple(tensor.shape)}", fix)
     if not translation.flag_of("enable_gqa", enable_gqa) and query.shape[2] != key.shape[2]:
         fix = "Pass enable_gqa=True to let several query heads share a key head."
-        raise InvalidProblem("key", f"{query.shape[2]} heads as query has", key.shape[2], fix)
+        raise InvalidProblem("key", f"{counted(query.shape[2], 'head')} as query has", key.shape[2], fix)
     window = translation.window_of(window_size)
     causal = translation.flag_of("is_causal", is_causal)
     if causal:

@@ -30,6 +30,7 @@ from tilewise.kv.tables import shared_prefix_of
 from tilewise.kv.writing import write_rows
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from tilewise.tile_masks import TileMask
+from tilewise.units import counted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # What a layer attends to: pages of its own sequence, the step's own keys without a cache, or pages of an encoder.
@@ -328,7 +329,7 @@ class Layer:
         rows, count, dtype = k.shape[0], slots.shape[0], pages.written[0].dtype
         for name, given, shape in (("k", k, pages.row_shapes[0]), ("v", v, pages.row_shapes[1])):
             if given.shape != (rows, *shape):
-                expected = f"({rows} tokens, {shape[0]}, {shape[1]})"
+                expected = f"({counted(rows, 'token')}, {shape[0]}, {shape[1]})"
                 raise InvalidProblem(name, expected, tuple(given.shape), "Rows have the heads of the cache.")
             if self.is_int8 and given.dtype not in DTYPES:
                 raise InvalidProblem(name, "float16, bfloat16 or float32", given.dtype, "They are quantised here.")
@@ -373,7 +374,7 @@ class Layer:
         k, v = pages.attended
         if batch.page_size is not None and batch.page_size != pages.page_size:
             fix = "The block table counts pages of another size."
-            raise InvalidProblem("kv_cache", f"pages of {batch.page_size} rows", pages.page_size, fix)
+            raise InvalidProblem("kv_cache", f"pages of {counted(batch.page_size, 'row')}", pages.page_size, fix)
         count, causal = batch.num_tokens, batch.causal and self.role == "decoder"
         if q.shape[0] != count:
             q, out = q[:count], out[:count]

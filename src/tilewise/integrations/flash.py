@@ -24,6 +24,7 @@ from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.integrations import translation
 from tilewise.subclasses import check_class
 from tilewise.totals import longest_of
+from tilewise.units import counted
 
 Flags = dict[str, Any]
 # cu_seqlens_q and cu_seqlens_k of packed sequences; None for dense ones.
@@ -185,7 +186,7 @@ def _check_used(name: str, used: Any, stored: Tensor) -> None:
         return
     for sequence, (rows, most) in enumerate(zip(used.tolist(), stored.tolist(), strict=True)):
         if not 0 <= rows <= most:
-            raise InvalidProblem(name, f"from 0 to {most} rows, those of sequence {sequence}", rows, fix)
+            raise InvalidProblem(name, f"from 0 to {counted(most, 'row')}, those of sequence {sequence}", rows, fix)
 
 
 def _totals(cu_seqlens: Tensor, ends: Tensor) -> Tensor:
@@ -321,7 +322,7 @@ def _check_descale(name: str, descale: object, batch: int, data: Tensor) -> None
     """Check (batch, kv_heads), (1, kv_heads) for all sequences, or one factor; the heads of data are a multiple."""
     heads = data.shape[-2]
     fix = "One factor for every K/V head of every sequence, or one row for all of them."
-    expected = f"({batch}, kv_heads) on {data.device}, {heads} heads a multiple"
+    expected = f"({batch}, kv_heads) on {data.device}, {counted(heads, 'head')} a multiple"
     if not isinstance(descale, Tensor):
         raise InvalidProblem(name, f"a tensor {expected}", type(descale).__name__, fix)
     check_class(name, descale)

@@ -25,6 +25,7 @@ from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.translation import require_tensors, worded
 from tilewise.tile_masks import TileMask, tile_mask
 from tilewise.tiles import TILE
+from tilewise.units import counted
 
 __all__ = ["ScoreMod", "create_block_mask", "flex_attention"]
 
@@ -144,7 +145,7 @@ def flex_attention(
         _check_aux(return_aux, return_lse)
     if not enable_gqa and query.shape[-3] != key.shape[-3]:
         fix = "Pass enable_gqa=True to let several query heads share a key head."
-        raise InvalidProblem("key", f"{query.shape[-3]} heads as query has", key.shape[-3], fix)
+        raise InvalidProblem("key", f"{counted(query.shape[-3], 'head')} as query has", key.shape[-3], fix)
     flags = _score_flags(score_mod, key.shape[-2] - query.shape[-2])
     out, lse = attention(query, key, value, mask=_mask(block_mask, query), scale=scale, return_lse=True, **flags)
     if return_aux is not None:

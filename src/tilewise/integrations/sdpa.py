@@ -33,6 +33,7 @@ from tilewise.integrations.translation import InvalidCall, number_of, top_left, 
 from tilewise.nn.multihead import multi_head_attention_forward
 from tilewise.subclasses import check_class
 from tilewise.tile_masks import TileMask
+from tilewise.units import counted
 
 __all__ = ["InvalidCall", "register", "routed", "scaled_dot_product_attention"]
 
@@ -92,7 +93,7 @@ def scaled_dot_product_attention(
     if not enable_gqa and num_heads != num_kv_heads and not num_kv_heads == value.shape[1] <= 1:
         fix = "Pass enable_gqa=True to let several query heads share a key head."
         fix = "Expand the query to the heads of the key." if num_heads == 1 else fix
-        raise InvalidProblem("key", f"{num_heads} heads as query has, or 1", num_kv_heads, fix)
+        raise InvalidProblem("key", f"{counted(num_heads, 'head')} as query has, or 1", num_kv_heads, fix)
     is_empty = not (num_heads and num_kv_heads and head_dim and head_dim_v)
     if is_empty:
         query, key, value, attn_mask = _filled(query, key, value, attn_mask)

@@ -20,6 +20,7 @@ from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.kv.pages import PageAllocator
 from tilewise.kv.prefix import ID_BYTES, Ids, Key, PrefixIndex, depth_of, hash_page, known_ids, page_of
 from tilewise.kv.rows import ALL, Batch, Changes, Ints, Request, Rows, consecutive
+from tilewise.units import counted
 
 Tokens = Sequence[int]
 
@@ -407,7 +408,7 @@ class PageBook:
         if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray):
             raise InvalidProblem("tokens", "a list of ids", repr(tokens), fix)
         if len(tokens) != len(rows):
-            raise InvalidProblem("tokens", f"{len(rows)} entries, one a request", len(tokens), fix)
+            raise InvalidProblem("tokens", f"{counted(len(rows), 'entry', 'entries')}, one a request", len(tokens), fix)
         bad = (before < self.rows.prompts[rows]) | (new != 1)
         given = None
         if None in tokens:
@@ -457,7 +458,9 @@ class PageBook:
             return left.clip(min=1)
         new = _integers_of("counts", counts)
         if new.shape != left.shape:
-            raise InvalidProblem("counts", f"{len(rows)} entries, one a request", new.shape, "Count every request.")
+            raise InvalidProblem(
+                "counts", f"{counted(len(rows), 'entry', 'entries')}, one a request", new.shape, "Count every request."
+            )
         bad = np.nonzero((new < 1) | ((left > 0) & (new > left)))[0]
         if bad.size:
             first = int(bad[0])
@@ -489,7 +492,8 @@ class PageBook:
             raise InvalidProblem("counts", expected, int(before[place]) + int(new[place]), fix)
         if pages > self.pages.available and pages > self.available_pages():
             raise OutOfPages(
-                f"the step takes {pages} pages and {self.pages.available} of {self.pages.num_pages} are available: "
+                f"the step takes {counted(pages, 'page')}, and {self.pages.available} of {self.pages.num_pages} are "
+                "available: "
                 "free requests, step fewer of them, or make the cache larger"
             )
 

@@ -36,6 +36,7 @@ from tilewise.kv.writing import copy_pages, write_rows
 from tilewise.memory import LOWEST, check_allocated
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from tilewise.subclasses import check_class
+from tilewise.units import counted
 
 if TYPE_CHECKING:
     from tilewise.plan import Plan
@@ -133,8 +134,9 @@ class PagedKVCache:
     def __repr__(self) -> str:
         layers, pages, page_size, heads, head_dim = self.k.shape
         columns = f"{head_dim} (latents)" if self.latent else head_dim
-        sizes = f"{pages} pages of {page_size} tokens, {layers} layers of {heads} x {columns}"
-        held = f"{self.book.num_requests} requests hold {self.book.pages.held} pages"
+        pool = f"{counted(pages, 'page')} of {counted(page_size, 'token')}"
+        sizes = f"{pool}, {counted(layers, 'layer')} of {heads} x {columns}"
+        held = f"{counted(self.book.pages.held, 'page')} held by {counted(self.book.num_requests, 'request')}"
         return f"<PagedKVCache: {sizes}, {self.k.dtype} on {self.device}; {held}>"
 
     def __setstate__(self, state: dict[str, Any]) -> None:

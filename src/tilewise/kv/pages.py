@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewise.errors import OutOfPages
+from tilewise.units import counted
 
 
 class PageAllocator:
@@ -69,7 +70,7 @@ class PageAllocator:
     def take(self) -> int:
         """A page that no request holds: a free one, else the least recently used idle one."""
         if not self.available:
-            raise OutOfPages(f"all {self.num_pages} pages are held")
+            raise OutOfPages(f"of {counted(self.num_pages, 'page')} none is free: all are held")
         return int(self.take_many(1)[0])
 
     def take_many(self, count: int) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem, OutOfPages
 from tilewise.nn.rotary import check_rotary, rotary_table, rotate
+from tilewise.units import counted
 from tilewise.validation import check_flag
 
 
@@ -34,7 +35,9 @@ class KVCache:
             fix = "Call make_cache with the batch that is attended."
             raise InvalidProblem("cache", f"one for a batch of {k.shape[0]}", f"one for {self.k.shape[0]}", fix)
         if end > self.capacity:
-            raise OutOfPages(f"the cache holds {self.capacity} tokens, {end} are needed; make_cache with more capacity")
+            raise OutOfPages(
+                f"the cache holds {counted(self.capacity, 'token')}, {end} are needed; make_cache with more capacity"
+            )
         self.k[:, self.length : end] = k
         self.v[:, self.length : end] = v
         self.length = end

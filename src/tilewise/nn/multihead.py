@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from tilewise.api import attention
 from tilewise.errors import InvalidProblem
+from tilewise.units import counted
 from tilewise.validation import check_class
 
 
@@ -151,10 +152,10 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num
         raise InvalidProblem("query", "2 dimensions, or 3 with a batch", got, "Reshape it.")
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dim() != query.dim():
-            expected = f"{query.dim()} dimensions as query has"
+            expected = f"{counted(query.dim(), 'dimension')} as query has"
             raise InvalidProblem(name, expected, f"shape {tuple(tensor.shape)}", "Reshape it.")
     if query.shape[-1] != embed_dim or embed_dim % num_heads:
-        expected = f"an embedding of {embed_dim}, a multiple of {num_heads} heads"
+        expected = f"an embedding of {embed_dim}, a multiple of {counted(num_heads, 'head')}"
         raise InvalidProblem("query", expected, query.shape[-1], "Use the layer's embed_dim.")
     same = slice(-1) if separate else slice(None)
     if key.shape[same] != value.shape[same]:

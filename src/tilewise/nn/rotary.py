@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 from tilewise.subclasses import check_class
+from tilewise.units import counted
 
 
 def rotary_table(
@@ -55,7 +56,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
         fix = "cos and sin have half as many columns as there are features to turn."
-        raise InvalidProblem("cos", f"at most {x.shape[-1] // 2} columns", cos.shape[-1], fix)
+        raise InvalidProblem("cos", f"at most {counted(x.shape[-1] // 2, 'column')}", cos.shape[-1], fix)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)
     turning = x[..., :rotary_dim].to(wide)

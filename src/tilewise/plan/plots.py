@@ -11,7 +11,7 @@ from tilewise import figures
 from tilewise.errors import InvalidProblem
 from tilewise.masks import Band
 from tilewise.plan.roofline import Work, naive_work, tiled_work
-from tilewise.units import format_bytes, format_count, format_seconds
+from tilewise.units import counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from tilewise.plan.planning import Plan
@@ -42,9 +42,8 @@ def draw_plan(plan: Plan) -> str:
         passes = "forward and backward" if problem.needs_grad else "forward"
         features = "".join(f", {name}" for name in problem.features)
         dtype = str(problem.dtype).removeprefix("torch.")
-        sizes = (
-            f"{problem.seqlen_q} x {problem.seqlen_k} tokens, {problem.num_heads} heads, head_dim {problem.head_dim}"
-        )
+        heads = counted(problem.num_heads, "head")
+        sizes = f"{problem.seqlen_q} x {problem.seqlen_k} tokens, {heads}, head_dim {problem.head_dim}"
         figure.suptitle(f"{plan.device.name}: {passes}, {dtype}, batch {problem.batch}, {sizes}{features}", fontsize=9)
 
     return figures.render(draw, 9.0, 3.9)

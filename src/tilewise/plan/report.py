@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tilewise.plan.roofline import Work
-from tilewise.units import format_bytes, format_count, format_seconds
+from tilewise.units import counted, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from tilewise.plan.planning import Plan
@@ -60,7 +60,7 @@ def _entry(label: str, text: str) -> list[str]:
 
 def _problem(plan: Plan) -> str:
     problem = plan.problem
-    heads = f"{problem.num_heads} head{'s' * (problem.num_heads != 1)}"
+    heads = counted(problem.num_heads, "head")
     if problem.group_size > 1:
         heads += f" sharing {problem.num_kv_heads} of K/V"
     dims = f"head_dim {problem.head_dim}"
@@ -68,7 +68,7 @@ def _problem(plan: Plan) -> str:
         dims += f" (values {problem.head_dim_v})"
     dtype = str(problem.dtype).removeprefix("torch.")
     bound = "" if problem.kind == "dense" else "up to "
-    tokens = f"{bound}{problem.seqlen_q} queries x {problem.seqlen_k} keys"
+    tokens = f"{bound}{counted(problem.seqlen_q, 'query', 'queries')} x {counted(problem.seqlen_k, 'key')}"
     parts = [f"{problem.kind} {dtype}", f"batch {problem.batch}", heads, tokens, dims]
     features = [name for name in problem.features if name not in ("gqa", "head_dim_v")]
     return ", ".join(parts) + (f"; {', '.join(features)}" if features else "")
@@ -82,7 +82,8 @@ def _latent(plan: Plan) -> list[tuple[str, str]]:
     apart = stored * (problem.head_dim + problem.head_dim_v) // problem.head_dim
     text = (
         f"a token has {stored:,} bytes: {problem.head_dim} columns, of which {problem.head_dim_v} are values too, read "
-        f"for {problem.group_size} query heads together. Keys and values stored apart would have {apart:,} bytes"
+        f"for {counted(problem.group_size, 'query head')} together. Keys and values stored apart would have "
+        f"{apart:,} bytes"
     )
     return [("latent", text)]
 

@@ -16,6 +16,7 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from tilewise.errors import InvalidProblem
+from tilewise.units import counted
 
 __all__ = ["ContiguousPool", "PageEvent", "PagePool"]
 
@@ -166,7 +167,7 @@ class ContiguousPool(_Pool):
         self.pages_per_slot = -(-max_tokens // page_size)
         most = num_pages // self.pages_per_slot
         if slots is not None and not 1 <= slots <= most:
-            fix = f"{num_pages} pages hold {most} slots of {self.pages_per_slot}."
+            fix = f"There is room for {counted(most, 'slot')} of {self.pages_per_slot} in {counted(num_pages, 'page')}."
             raise InvalidProblem("slots", f"1 to {most}", slots, fix)
         self.slots: list[str | None] = [None] * (most if slots is None else slots)
 

@@ -14,6 +14,7 @@ from tilewise.simulator.events import Algorithm, ArraySpec, Trace, Workload
 from tilewise.simulator.ledger import Counts, count, require_capacity
 from tilewise.simulator.machine import replay
 from tilewise.simulator.tape import Tape
+from tilewise.units import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,9 +107,8 @@ def _check_pages(algorithm: Algorithm, work: Workload) -> None:
         fix = "Give one physical page for each block_n keys to 'paged', and no table to anything else."
         raise InvalidProblem("block_table", "a table for 'paged' alone", table, fix)
     if table is not None and (len(table) < pages or min(table) < 0):
-        raise InvalidProblem(
-            "block_table", f"{pages} pages of 0 or more", table, f"{work.seqlen_k} keys fill {pages} pages."
-        )
+        fix = f"Keys fill pages of {work.block_n}; there are {work.seqlen_k} of them."
+        raise InvalidProblem("block_table", f"{counted(pages, 'page')} of 0 or more", table, fix)
 
 
 def _check_drawn(work: Workload) -> None:

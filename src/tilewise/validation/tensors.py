@@ -17,6 +17,7 @@ from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V, MAX_SEQLEN, AttentionProblem, Kind, Layout
 from tilewise.tiles import num_tiles
+from tilewise.units import counted
 
 # A seed followed by the batch entry, head, row and key at which dropout starts counting.
 SEED_WITH_ORIGIN = 5
@@ -168,7 +169,7 @@ def _bind_shapes(shapes: dict[str, str], specs: Specs, public: dict[str, str]) -
             continue
         name, names, shape = public.get(operand, operand), dims.split(), specs[operand].shape
         if len(shape) != len(names):
-            expected = f"{len(names)} dimensions ({', '.join(names)})"
+            expected = f"{counted(len(names), 'dimension')} ({', '.join(names)})"
             raise InvalidProblem(name, expected, f"shape {tuple(shape)}", _rank_fix(name, len(names), len(shape)))
         for dim, size in zip(names, shape, strict=True):
             if dim == "batch+1":
@@ -288,7 +289,9 @@ def _lengths(kind: Kind, sizes: dict[str, int], specs: Specs, flags: Flags) -> d
         if "cu_seqlens_q" not in specs:
             if total_q != batch:
                 fix = "Pass cu_seqlens_q to give a sequence more or fewer query tokens than one."
-                raise InvalidProblem("q", f"one token a sequence, {batch} rows", f"{total_q} rows", fix)
+                raise InvalidProblem(
+                    "q", f"one token a sequence, {counted(batch, 'row')}", f"{counted(total_q, 'row')}", fix
+                )
             seqlen_q = 1
         else:
             seqlen_q = total_q if flags.max_seqlen_q is None else flags.max_seqlen_q
@@ -332,13 +335,13 @@ def _check_tiles(specs: Specs, scores: tuple[int, int, int, int], flags: Flags) 
     batch, heads, seqlen_q, seqlen_k = scores
     made_for = flags.mask_seqlen_q, flags.mask_seqlen_k
     if made_for != (seqlen_q, seqlen_k):
-        expected = f"a tile mask of {seqlen_q} queries x {seqlen_k} keys"
+        expected = f"a tile mask of {counted(seqlen_q, 'query', 'queries')} x {counted(seqlen_k, 'key')}"
         fix = "Cut it with mask.cut(rows, keys), or make it longer with mask.grow or TileMask.stack."
         raise InvalidProblem("mask", expected, f"one of {made_for[0]} x {made_for[1]}", fix)
     shape = specs["tiles"].shape
     shared = zip(shape[:2], (batch, heads), strict=True)
     if len(shape) != 4 or not all(_broadcasts(size, full) for size, full in shared):
-        expected = f"a tile mask of batch {batch} and {heads} heads, or 1 of either"
+        expected = f"a tile mask of batch {batch} and {counted(heads, 'head')}, or 1 of either"
         raise InvalidProblem("mask", expected, f"{shape[0]} and {shape[1]}", "Share one, or give one each.")
     if tuple(shape[2:]) != (num_tiles(seqlen_q), num_tiles(seqlen_k)):
         expected = f"a map of {num_tiles(seqlen_q)} x {num_tiles(seqlen_k)} tiles"
@@ -386,9 +389,11 @@ def _check_scales(kind: Kind, sizes: dict[str, int], lengths: dict[str, int], fl
             length = sizes["page_size"]
         least = 1 if block is None else -(-length // block)
         got = sizes[f"{side}_blocks"]
-        if got < least or (got > 1 and block is None):
+        # Without sequences no block is read: one token a sequence, or a max_seqlen, would still ask for some.
+        is_short = got < least and (paged or lengths["batch"] != 0)
+        if is_short or (got > 1 and block is None):
             fix = "Quantise with the same cu_seqlens and max_seqlen as the call's."
-            raise InvalidProblem(f"{side}_scale", f"{least} blocks a head", got, fix)
+            raise InvalidProblem(f"{side}_scale", f"{counted(least, 'block')} a head", got, fix)
 
 
 def _problem(

@@ -35,13 +35,15 @@ def check_values(problem: AttentionProblem, operands: Operands) -> None:
     for index in np.nonzero((lengths < 0) | (lengths > problem.seqlen_k))[0].tolist():
         expected = f"lengths between 0 and max_pages * page_size = {problem.seqlen_k}"
         fix = "Give the sequence more pages in block_table."
+        if lengths[index] < 0:
+            fix = "A sequence without keys has length 0; its row of out is 0."
         raise InvalidProblem("seqlens_k", expected, f"{lengths[index]} at sequence {index}", fix)
     used = -(-lengths // problem.page_size)
     # Only the columns in use: a table sized for the longest context would otherwise be read whole in every call.
     table = operands.block_table[:, : int(used.max(initial=0))].cpu().numpy()
     bad = ((table < 0) | (table >= num_pages)) & (np.arange(table.shape[1]) < used[:, None])
     for index in np.nonzero(bad.any(1))[0].tolist():
-        expected = f"page numbers below num_pages = {num_pages} for every page in use"
+        expected = f"page numbers below num_pages = {num_pages}, none negative, for every page in use"
         fix = "Entries past the sequence's last page may be anything; this one is read."
         raise InvalidProblem("block_table", expected, f"{table[index][bad[index]][0]} at sequence {index}", fix)
 

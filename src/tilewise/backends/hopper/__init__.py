@@ -17,6 +17,7 @@ from tilewise.backends.gpu import releases, trial
 from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
+from tilewise.units import counted
 
 __all__ = ["BACKEND", "HopperBackend", "computes_gradients", "decodes", "reads_latents"]
 
@@ -147,7 +148,7 @@ def _latent_refusals(problem: AttentionProblem) -> Iterator[str]:
     if rows > MAX_LATENT_ROWS:
         yield f"{rows} query rows a K/V head: latents are read for at most {MAX_LATENT_ROWS} at once"
     if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
-        yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
+        yield f"pages of {counted(problem.page_size, 'row')}: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
     if problem.fp8 and problem.page_size is None:
         yield "e4m3 latents that are not in pages: their scales are those of pages"
     step = FP8_HEAD_DIM_STEP if problem.fp8 else HEAD_DIM_STEP
@@ -245,7 +246,7 @@ def _decode_refusals(problem: AttentionProblem) -> Iterator[str]:
     if problem.fp8 and rows > FEW_WIDE_ROWS and wide_keys:
         yield f"over {FEW_WIDE_ROWS} query rows and converted keys of {problem.head_dim} columns do not fit registers"
     if problem.page_size is not None and problem.page_size % DECODE_PAGE_STEP:
-        yield f"pages of {problem.page_size} rows: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
+        yield f"pages of {counted(problem.page_size, 'row')}: TMA fetches {DECODE_PAGE_STEP} rows of a page at a time"
     if problem.fp8 and max(problem.head_dim, problem.head_dim_v) > MAX_COLUMNS:
         latents = f", except latents of {LATENT_DIM_V} + {LATENT_REST} for at most {FEW_E4M3_ROWS} query rows"
         yield f"e4m3 pages of more than {MAX_COLUMNS} columns do not fit the registers{latents} a K/V head"
@@ -274,7 +275,7 @@ def _fp8_refusals(problem: AttentionProblem) -> Iterator[str]:
 
 def _paged_refusals(problem: AttentionProblem, page_size: int) -> Iterator[str]:
     if page_size % PAGE_STEP:
-        yield f"pages of {page_size} rows: TMA fetches {PAGE_STEP} rows of a page at a time"
+        yield f"pages of {counted(page_size, 'row')}: TMA fetches {PAGE_STEP} rows of a page at a time"
     if problem.seqlen_q == 1:
         yield "one query row a sequence: split-KV decoding serves those"
     if problem.needs_grad:

@@ -13,6 +13,7 @@ from tilewise.integrations.transformers.masks import Packing, Structure, Structu
 from tilewise.integrations.transformers.paged import Step, attend_to_cache
 from tilewise.integrations.translation import Window, length
 from tilewise.tile_masks import TileMask
+from tilewise.units import counted
 
 __all__ = ["attention_forward"]
 
@@ -165,7 +166,7 @@ def _require_length(rows: int, columns: int, queries: int, keys: int) -> None:
             "Pass one for all keys. If it is, this model changes its queries or keys after it made the mask: "
             'use attn_implementation="eager".'
         )
-        expected = f"a mask for {queries} queries and {keys} keys"
+        expected = f"a mask for {counted(queries, 'query', 'queries')} and {counted(keys, 'key')}"
         raise InvalidProblem("attention_mask", expected, f"one for {rows} and {columns}", fix)
 
 
@@ -209,7 +210,9 @@ def _bias(mask: Tensor | None, position_bias: Tensor | None, keys: int, existing
         return mask
     if position_bias.shape[-1] not in (1, keys):
         fix = 'This model changes its keys after it made the bias: use attn_implementation="eager".'
-        raise InvalidProblem("position_bias", f"a bias for {keys} keys", f"one for {position_bias.shape[-1]}", fix)
+        raise InvalidProblem(
+            "position_bias", f"a bias for {counted(keys, 'key')}", f"one for {position_bias.shape[-1]}", fix
+        )
     position_bias = position_bias[..., :existing]
     return position_bias if mask is None else position_bias + mask
 

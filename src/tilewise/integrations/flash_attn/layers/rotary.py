@@ -9,6 +9,7 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 from tilewise.integrations.translation import check_integers, places, worded
 from tilewise.nn.rotary import check_tables, rotate
+from tilewise.units import counted
 
 __all__ = ["apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
 
@@ -110,4 +111,4 @@ def _check_positions(positions: Tensor, rows: int) -> None:
         raise InvalidProblem("seqlen_offsets", "no position before the first", first, "Offsets are 0 or more.")
     if last >= rows:
         fix = "Make cos and sin as long as the longest sequence with its offset."
-        raise InvalidProblem("cos", f"at least {last + 1} rows for the last position", rows, fix)
+        raise InvalidProblem("cos", f"at least {counted(last + 1, 'row')} for the last position", rows, fix)
