@@ -134,9 +134,11 @@ def test_torchs_own_documentation_of_sdpa_names_the_same_arguments() -> None:
 
 
 def test_multihead_attention_has_torchs_signatures() -> None:
-    for method in ("__init__", "forward"):
-        mine = inspect.signature(getattr(tilewise.nn.MultiheadAttention, method)).parameters
-        torchs = inspect.signature(getattr(torch.nn.MultiheadAttention, method)).parameters
+    pairs: list[tuple[Any, Any]] = [(tilewise.nn.multi_head_attention_forward, F.multi_head_attention_forward)]
+    mine_class, torchs_class = tilewise.nn.MultiheadAttention, torch.nn.MultiheadAttention
+    pairs += [(getattr(mine_class, method), getattr(torchs_class, method)) for method in ("__init__", "forward")]
+    for own, original in pairs:
+        mine, torchs = inspect.signature(own).parameters, inspect.signature(original).parameters
         assert [(p.name, p.default, p.kind) for p in mine.values()] == [
             (p.name, p.default, p.kind) for p in torchs.values()
         ]
