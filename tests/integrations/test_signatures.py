@@ -135,8 +135,8 @@ def test_torchs_own_documentation_of_sdpa_names_the_same_arguments() -> None:
 
 def test_multihead_attention_has_torchs_signatures() -> None:
     pairs: list[tuple[Any, Any]] = [(tilewise.nn.multi_head_attention_forward, F.multi_head_attention_forward)]
-    for method in ("__init__", "forward"):
-        pairs.append((getattr(tilewise.nn.MultiheadAttention, method), getattr(torch.nn.MultiheadAttention, method)))
+    mine_class, torchs_class = tilewise.nn.MultiheadAttention, torch.nn.MultiheadAttention
+    pairs += [(getattr(mine_class, method), getattr(torchs_class, method)) for method in ("__init__", "forward")]
     for own, original in pairs:
         mine, torchs = inspect.signature(own).parameters, inspect.signature(original).parameters
         assert [(p.name, p.default, p.kind) for p in mine.values()] == [
