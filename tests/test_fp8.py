@@ -119,7 +119,7 @@ def test_a_batch_without_sequences_is_attended(granularity: Any, where: str) -> 
         assert lse.shape == (2, 0)
         assert bool((logits == -torch.inf).all())
     assert tw.explain(q, pages, pages, block_table=tables[0], seqlens_k=tables[1], device="h200").problem.batch == 0
-    bounds = {"max_seqlen_q": 200, "max_seqlen_k": 300}
+    bounds: Any = {"max_seqlen_q": 200, "max_seqlen_k": 300}
     assert tw.attention_varlen(q, q, q, none, none, backend=where, **bounds).shape == q.shape
 
 

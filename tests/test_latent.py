@@ -89,7 +89,7 @@ def test_a_latent_in_e4m3() -> None:
 
 @pytest.mark.parametrize("count", [0, 81, None, "64", 2.5, True, [1], torch.tensor([1, 2])], ids=str)
 def test_columns_that_are_not_there_are_refused(count: Any) -> None:
-    with pytest.raises(tw.InvalidProblem, match="1 to 80 columns"):
+    with pytest.raises(tw.InvalidProblem, match="1 to 80, the columns of a row"):
         fp8.quantize(torch.randn(1, 1, 5, 80)).first_columns(count)
 
 

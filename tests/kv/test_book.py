@@ -338,8 +338,8 @@ BAD: dict[str, tuple[Callable[[PageBook, int], object], str]] = {
     "beyond the length": (lambda book, a: book.step([a], [13]), "at most max_seqlen = 16 tokens for request"),
     "beyond any number": (lambda book, a: book.step([a], [2**63 - 1]), "at most max_seqlen = 16 tokens for request 2"),
     "no count": (lambda book, a: book.step([a], [0]), "at least 1 for request"),
-    "counts too few": (lambda book, a: book.step([a], []), "counts: expected 1 entries"),
-    "ids too many": (lambda book, a: book.step([a], None, [1, 2]), "tokens: expected 1 entries"),
+    "counts too few": (lambda book, a: book.step([a], []), "counts: expected 1 entry"),
+    "ids too many": (lambda book, a: book.step([a], None, [1, 2]), "tokens: expected 1 entry"),
     "no id": (lambda book, a: book.step([a], None, ["7"]), "tokens: expected integer ids"),  # type: ignore[list-item]
     "an id of 65 bits": (lambda book, _: book.add([2**64]), "tokens: expected integer ids of 64 bits"),
     "half an id": (lambda book, _: book.add([1.5]), "tokens: expected integer ids"),  # type: ignore[list-item]

@@ -253,7 +253,7 @@ def test_out_of_pages_leaves_everything_as_it_was() -> None:
     shadow.check([request], counts)
     other = shadow.add([5] * 5)
     before = shadow.cache.stats()
-    with pytest.raises(tw.OutOfPages, match="takes 3 pages and 1 of 3"):
+    with pytest.raises(tw.OutOfPages, match="takes 3 pages, and 1 of 3"):
         shadow.cache.step([request, other])
     assert shadow.cache.stats() == before
     assert shadow.cache.pages_for([5] * 5) == 2 > shadow.cache.available_pages()
