@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -36,8 +37,7 @@ class Shadow:
         # What nobody wrote must not matter.
         self.cache.k.fill_(torch.nan)
         self.cache.v.fill_(torch.nan)
-        made = torch.randn(LAYERS, DIFFERENT, KV_HEADS, sum(self.dims), generator=torch.Generator().manual_seed(0))
-        self.different = made.to(self.device, dtype)
+        self.different = _different(sum(self.dims)).to(self.device, dtype)
         self.tokens: dict[int, list[int]] = {}
 
     def add(self, tokens: list[int]) -> int:
@@ -54,7 +54,7 @@ class Shadow:
         """K and V (tokens, heads, dim) of everything the request has."""
         tokens = self.tokens[request][: self.cache.length(request)]
         states = list(itertools.accumulate(tokens, lambda before, token: hash((before, token)) % 2**40, initial=0))[1:]
-        both = self.different[layer, torch.tensor(states, device=self.device) % DIFFERENT]
+        both = self.different[layer, torch.tensor(states, dtype=torch.int64, device=self.device) % DIFFERENT]
         return both[..., : self.dims[0]], both[..., self.dims[0] :]
 
     def step(self, requests: list[int], ids: dict[int, int] | None = None, **arguments: Any) -> list[int]:
@@ -93,6 +93,11 @@ class Shadow:
             else:
                 judge(out, dense, dense_attention(q.double(), rows, counts, **flags)[0])
                 torch.testing.assert_close(lse, dense_lse, atol=1e-4, rtol=1e-4)
+
+
+@functools.lru_cache(maxsize=8)
+def _different(columns: int) -> Tensor:
+    return torch.randn(LAYERS, DIFFERENT, KV_HEADS, columns, generator=torch.Generator().manual_seed(0))
 
 
 def dense_attention(q: Tensor, rows: list[Rows], counts: list[int], **flags: Any) -> Any:

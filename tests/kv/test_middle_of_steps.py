@@ -201,7 +201,7 @@ def test_random_lives_with_calls_in_the_middle_of_steps(tables: type[Tables]) ->
         life = Life(seed, tables)
         for _ in range(60):
             if life.rng.random() < 0.3 or not life.tokens:
-                life.disturb(life.batch if life.cache._step is not None else [])
+                life.disturb(life.batch if life.cache._now is not None else [])
             else:
                 life.step()
         hints, late = hints + life.hints, late + life.late

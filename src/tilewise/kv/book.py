@@ -3,14 +3,21 @@
 A step says which requests get how many new tokens. `PageBook.step` checks everything, then takes the pages, says which
 shared pages the caller must copy, and returns the slot of each token. Work for the whole batch is done by NumPy on
 arrays indexed by a request's *row*; Python loops run only over requests that need a page.
+
+An exception may come between any two lines: Ctrl-C, or a timeout by signal. So every operation notes how to undo it
+before its first change, and removes the note after its last. The next operation that finds a note left behind
+undoes what it tells of: requests and their tables are as before, and all else is counted again from these.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +53,30 @@ class Step(NamedTuple):
     changed: Changes
     copies: list[tuple[int, int]]
     previous: Ints | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Undo:
+    """How to undo the operation that runs in `frame`.
+
+    `writes` are arrays of `Rows`, by name, with an index and the values there before. `request` comes or goes: its
+    state, if it goes, is `state`.
+    """
+
+    frame: FrameType
+    writes: Sequence[tuple[str, Any, Any]] = ()
+    request: int | None = None
+    state: Request | None = None
+    was_undone: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the operation goes on: in another thread, or below the signal handler or finalizer that asks."""
+        try:
+            self.frame.clear()  # refused while it executes
+        except RuntimeError:
+            return True
+        return False
 
 
 class CacheStats(NamedTuple):
@@ -85,7 +116,8 @@ class PageBook:
 
     `table[row]` names the pages of a request in order, `lengths[row]` counts its tokens. Raises for unknown and
     finished requests, for more than `max_requests` of them and for more tokens than `max_seqlen`; raises OutOfPages if
-    pages do not suffice.
+    pages do not suffice. A method that is interrupted has changed nothing either, except that prefixes known so far
+    are not found any more. While one runs, others of other threads, signal handlers and finalizers are refused.
 
     >>> book = PageBook(num_pages=8, page_size=4)
     >>> a = book.add([1, 2, 3, 4, 5])
@@ -121,6 +153,12 @@ class PageBook:
         self._written = _WrittenPages(self.index, self.pages, self.rows)
         # Requests of the last step, and the pages that it took if it only decoded.
         self._work = 0, 0
+        # Set while an operation runs, and after it if it was interrupted.
+        self.undo: Undo | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return self.__dict__
 
     @property
     def table(self) -> NDArray[np.int32]:
@@ -136,13 +174,19 @@ class PageBook:
 
     def add(self, tokens: Tokens) -> int:
         """A new request with its prompt. Known pages of the prompt are shared at once, except for its last token."""
+        self._refuse_concurrent()
+        self._enter_written()
         prompt = known_ids(tokens)
         if not 1 <= len(prompt) <= self.max_seqlen:
             expected = f"between 1 and max_seqlen = {self.max_seqlen} tokens"
-            raise InvalidProblem("tokens", expected, len(prompt), "Cut the prompt, or make the cache for longer ones.")
+            fix = "Cut the prompt, or make the cache for longer ones."
+            raise InvalidProblem("tokens", expected, len(prompt), fix if prompt else "A prompt has at least one token.")
+        self.rows.refuse_another()
+        self._note(request=self._next_request)
         request = self._new_request(len(prompt), prompt)
         self._prompt_tokens += len(prompt)
-        self.reuse(request)
+        self._reuse(self._requests[request])
+        self.undo = None
         return request
 
     def reuse(self, request: int) -> int:
@@ -150,32 +194,25 @@ class PageBook:
 
         Useful before the first step of a request that waited while others with the same prefix were computed.
         """
-        self._written.enter()
+        self._refuse_concurrent()
+        self._enter_written()
         state = self._state(request)
-        row, size = state.row, self.page_size
-        length, known = int(self.lengths[row]), depth_of(state.entry)
-        if not (self.prefix_sharing and state.traceable and length == known * size):
-            return length
-        # The last token is always computed, because its query needs an answer.
-        if not (found := list(self.index.follow(state.tokens[: int(self.rows.prompts[row]) - 1], state.entry))):
-            return length
-        pages = [page_of(entry) for entry in found]
-        for page in pages:
-            self.pages.hold(page)
-        state.entry = found[-1]
-        self._interrupt()
-        self.rows.write(row, known, pages)
-        self.lengths[row] = length = depth_of(state.entry) * size
-        self._hit_tokens += size * len(found)
+        length = int(self.lengths[state.row])
+        self._note(("lengths", state.row, length))
+        length = self._reuse(state)
+        self.undo = None
         return length
 
     def fork(self, request: int) -> int:
         """A request with the same tokens over the same pages. The first one to append to a shared page copies it."""
-        self._written.enter()
+        self._refuse_concurrent()
+        self._enter_written()
         parent = self._state(request)
         row, used = parent.row, self.num_pages_of(request)
+        self.rows.refuse_another()
+        self._note(request=self._next_request)
         child = self._new_request(int(self.rows.prompts[row]), self._ids_of(parent)[:])
-        self._interrupt()
+        self._next_is_other()
         state = self._requests[child]
         state.entry, state.traceable = parent.entry, parent.traceable
         pages = self.table[row, :used].tolist()
@@ -185,12 +222,16 @@ class PageBook:
         self.lengths[state.row] = self.lengths[row]
         self.rows.forget_ids(state.row, len(state.tokens))
         self.rows.tail_shared[[row, state.row]] = True
+        self.undo = None
         return child
 
     def free(self, request: int) -> None:
         """Finish a request: its pages go back at once. Those in the index stay cached until they are needed."""
-        self._written.enter()
+        self._refuse_concurrent()
+        self._enter_written()
         state, used = self._state(request), self.num_pages_of(request)
+        length = int(self.lengths[state.row])
+        self._note(("lengths", state.row, length), request=request, state=state)
         # From the end: a page must not be evicted before the ones that follow it.
         for page in self.table[state.row, :used][::-1].tolist():
             self.pages.drop(page, remembered=page in self.index)
@@ -199,26 +240,31 @@ class PageBook:
         self.rows.release(state.row)
         # A page that the running step fills for it must not be shared.
         state.traceable = False
+        self.undo = None
 
     def truncate(self, request: int, length: int) -> None:
         """Drop tokens from the end (a rejected draft, the rest of a prompt). Pages that become empty go back."""
-        self._written.enter()
+        self._refuse_concurrent()
+        self._enter_written()
         state, used, rows = self._state(request), self.num_pages_of(request), self.rows
-        if (left := within(length, int(self.lengths[state.row]))) is None:
-            expected = f"an integer between 0 and {self.lengths[state.row]}, the tokens it has"
+        before, prompt = int(self.lengths[state.row]), int(rows.prompts[state.row])
+        if (left := within(length, before)) is None:
+            expected = f"an integer between 0 and {before}, the tokens it has"
             raise InvalidProblem("length", expected, length, "Tokens can be dropped, not made up.")
         length = left
+        self._note(("lengths", state.row, before), ("prompts", state.row, prompt))
         keep = -(-length // self.page_size)
         for page in self.table[state.row, keep:used][::-1].tolist():
             self.pages.drop(page, remembered=page in self.index)
         while state.entry is not None and depth_of(state.entry) > length // self.page_size:
             state.entry = self.index.parent(state.entry)
         del self._ids_of(state)[length:]
-        rows.lengths[state.row], rows.prompts[state.row] = length, min(int(rows.prompts[state.row]), length)
+        rows.lengths[state.row], rows.prompts[state.row] = length, min(prompt, length)
         rows.forget_ids(state.row, len(state.tokens))
         # The last page may now be held by others, or be in the index as full.
         rows.tail_shared[state.row] = True
-        self._interrupt()
+        self._next_is_other()
+        self.undo = None
 
     # Steps
 
@@ -226,6 +272,17 @@ class PageBook:
         self, requests: Sequence[int], counts: Sequence[int] | None = None, tokens: Sequence[int | None] | None = None
     ) -> Step:
         """Reserve slots for the next tokens of some requests: see `PagedKVCache.step`."""
+        step = self.begin(requests, counts, tokens)
+        self.undo = None
+        return step
+
+    def begin(
+        self, requests: Sequence[int], counts: Sequence[int] | None = None, tokens: Sequence[int | None] | None = None
+    ) -> Step:
+        """`step` for a caller that has more to do: it counts once the caller sets `undo` to None. If the caller ends
+        before, it is undone.
+        """
+        self._refuse_concurrent()
         batch = self._batch_of(requests)
         if batch.slots is not None and (counts is None or _are_ones(counts, len(batch.rows))):
             return self._decode(batch, batch.slots, tokens)
@@ -237,6 +294,8 @@ class PageBook:
         owned, needed = -(-before // self.page_size), -(-after // self.page_size)
         copied = self._tails_to_copy(rows, before)
         self._check_room(batch.requests, before, new, int((needed - owned).sum()) + len(copied))
+        tails = rows[copied], owned[copied] - 1
+        self._note(("lengths", rows, before), ("table", tails, self.table[tails]), up=1)
         copies = self._take(rows, owned, needed, copied)
         self.lengths[rows] = after
         self._note_ids(batch, before, ids, given)
@@ -256,16 +315,19 @@ class PageBook:
         one is given back. Pages given back keep their contents until the next step. If there are many pages, some are
         entered later, at the latest when a method depends on them.
         """
+        self._refuse_concurrent()
+        self._note()
         filled, self._filled = self._filled, None
         if filled is not None and self.prefix_sharing:
             self._written.add(filled)
         self._written.enter_some(*self._work)
+        self.undo = None
 
     # Questions
 
     def owns(self, step: Step) -> bool:
         """Whether the slots of a step still belong to its requests, and no other request reads their pages."""
-        self._written.enter()
+        self._enter_written()
         if not all(request in self for request in step.requests):
             return False
         rows, first = np.repeat(step.rows, step.counts), np.cumsum(step.counts) - step.counts
@@ -275,6 +337,7 @@ class PageBook:
         return bool(mine.all()) and all(self.pages.holders(page) == 1 for page in np.unique(pages).tolist())
 
     def __contains__(self, request: int) -> bool:
+        self.settle()
         return request in self._requests
 
     def row(self, request: int) -> int:
@@ -283,7 +346,8 @@ class PageBook:
 
     def length(self, request: int) -> int:
         """Tokens of a request that the cache holds."""
-        return int(self.lengths[self._state(request).row])
+        row = self._state(request).row
+        return int(self.lengths[row])
 
     def pending(self, request: int) -> int:
         """Tokens of the prompt that are not in the cache yet."""
@@ -296,36 +360,109 @@ class PageBook:
 
     def pages_of(self, request: int) -> list[int]:
         """A request's pages, in order."""
-        pages: list[int] = self.table[self._state(request).row, : self.num_pages_of(request)].tolist()
+        row = self._state(request).row
+        pages: list[int] = self.table[row, : self.num_pages_of(request)].tolist()
         return pages
 
     def pages_for(self, tokens: Tokens) -> int:
         """How many available pages a prompt would take: its new pages, and the idle ones it would share."""
-        self._written.enter()
+        self._enter_written()
         prompt = known_ids(tokens)
         known = self.index.follow(prompt[:-1]) if self.prefix_sharing else ()
         return -(-len(prompt) // self.page_size) - sum(not self.pages.is_idle(page_of(entry)) for entry in known)
 
     def available_pages(self) -> int:
         """Pages that could be taken now."""
-        self._written.enter()
+        self._enter_written()
         return self.pages.available
 
     @property
     def num_requests(self) -> int:
         """How many requests are active."""
-        return len(self._requests)
+        return len(self.requests())
+
+    def requests(self) -> list[int]:
+        """The active requests. After an interrupt, one that `add` or `fork` could not return any more may be there."""
+        self.settle()
+        return list(self._requests)
 
     def stats(self) -> CacheStats:
         """Counted over the pages of all requests."""
-        self._written.enter()
+        self._enter_written()
         pages, held = self.pages, self.pages.held
         wasted = sum(self.page_size - filled for filled in self._partly_filled().values())
         pool = (pages.num_pages, pages.available - pages.idle, pages.idle, held, pages.shared)
         tokens = (held * self.page_size - wasted, wasted, self._prompt_tokens, self._hit_tokens)
         return CacheStats(*pool, len(self._requests), *tokens, pages.evictions, self._copies)
 
+    # Interrupts
+
+    def _note(
+        self, *writes: tuple[str, Any, Any], request: int | None = None, state: Request | None = None, up: int = 0
+    ) -> None:
+        """An operation begins, its first change comes next. It runs as long as the caller, or the one `up` above that.
+        The note is removed after the last change.
+        """
+        self.undo = Undo(sys._getframe(1 + up), writes, request, state)  # noqa: SLF001
+
+    def settle(self) -> None:
+        """Undo an operation that was interrupted. May be interrupted itself."""
+        undo = self.undo
+        if undo is None or undo.is_running:
+            return
+        if undo.request is not None and undo.state is None:
+            self._requests.pop(undo.request, None)
+        elif undo.request is not None and undo.state is not None:
+            self._requests[undo.request] = undo.state
+        for name, index, values in undo.writes:
+            getattr(self.rows, name)[index] = values
+        self._batch, self._filled, self._work = None, None, (0, 0)
+        # The index may be half-written, and a request's last pages may be without their contents.
+        self.index.clear()
+        self._written = _WrittenPages(self.index, self.pages, self.rows)
+        states = list(self._requests.values())
+        for state in states:
+            state.entry, state.traceable = None, False
+        rows = np.array([state.row for state in states], np.int64)
+        self.pages.recount(self.rows.recount(rows, -(-self.lengths[rows] // self.page_size)))
+        undo.was_undone = True
+        self.undo = None
+
+    def _refuse_concurrent(self) -> None:
+        """Before a change: undo what was interrupted, and refuse if an operation runs."""
+        self.settle()
+        if self.undo is not None:
+            fix = "Threads need a lock around the cache; signal handlers and finalizers must not change it."
+            raise InvalidProblem("cache", "one operation at a time", "one in the middle of another", fix)
+
+    def _enter_written(self) -> None:
+        """Enter all pages into the index that wait for it: before what depends on the index or on who holds a page."""
+        self.settle()
+        if self.undo is None and self._written:
+            self._note()
+            self._written.enter()
+            self.undo = None
+
     # Inside
+
+    def _reuse(self, state: Request) -> int:
+        """Share the pages of a prompt that are known; returns how many tokens the request now has."""
+        row, size = state.row, self.page_size
+        length, known = int(self.lengths[row]), depth_of(state.entry)
+        if not (self.prefix_sharing and state.traceable and length == known * size):
+            return length
+        # The last token is always computed, because its query needs an answer.
+        if not (found := list(self.index.follow(state.tokens[: int(self.rows.prompts[row]) - 1], state.entry))):
+            return length
+        pages = [page_of(entry) for entry in found]
+        for page in pages:
+            self.pages.hold(page)
+        state.entry = found[-1]
+        self._next_is_other()
+        self.rows.write(row, known, pages)
+        self.lengths[row] = length = depth_of(state.entry) * size
+        self._hit_tokens += size * len(found)
+        return length
 
     def _partly_filled(self) -> dict[int, int]:
         """Slots in use of every page that no request has filled."""
@@ -343,6 +480,7 @@ class PageBook:
         return tails
 
     def _state(self, request: Any) -> Request:
+        self.settle()
         try:
             state = self._requests.get(request)
         except TypeError:
@@ -368,7 +506,7 @@ class PageBook:
         self._batch = batch = Batch(requests, states)
         return batch
 
-    def _interrupt(self) -> None:
+    def _next_is_other(self) -> None:
         """The next step is not just one more token for every request."""
         if self._batch is not None:
             self._batch.slots = None
@@ -380,6 +518,7 @@ class PageBook:
         ids, given = self._checked_ids(batch, before, tokens)
         after, out = before + 1, np.nonzero(before % size == 0)[0]
         self._check_room(batch.requests, before, batch.ones, len(out))
+        self._note(("lengths", rows, before), up=2)
         slots, previous = last + 1, None if self.rows.is_changed else last
         if len(out):
             pages = self.pages.take_many(len(out))
@@ -557,6 +696,9 @@ class _WrittenPages:
         # One entry per step, and how many of the first step's pages are entered.
         self._queue: deque[_Full] = deque()
         self._entered = self._waiting = 0
+
+    def __bool__(self) -> bool:
+        return self._waiting > 0
 
     def add(self, full: _Full) -> None:
         """Queue pages that are written."""

@@ -17,6 +17,7 @@ One step of a batch is three calls: `step` reserves slots for the new tokens, `a
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from tilewise.api import attention_paged
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import Fp8Tensor
-from tilewise.kv.book import CacheStats, PageBook, Step, sizes_of, within
+from tilewise.kv.book import CacheStats, PageBook, Step, Undo, sizes_of, within
 from tilewise.kv.groups import PrefixGroups
 from tilewise.kv.quantised import SOURCES, append_quantised, new_scales
 from tilewise.kv.rotated import append_rotated
@@ -50,12 +51,30 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.flo
 OWN = ("k_pages", "v_pages", "block_table", "seqlens_k", "cu_seqlens_q", "max_seqlen_q", "shared_prefix")
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """The step that runs, its tensors, and how far it is."""
+
+    step: Step
+    batch: BatchTables
+    # Until the step is complete.
+    undo: Undo | None
+    # The layers that are appended.
+    written: set[int] = field(default_factory=set)
+    # The layer that is being appended to e4m3 pages, and after an interrupt was: its pages may be half rescaled.
+    rescaled: int | None = None
+    # Found when first needed: once per step, not once per layer.
+    shared: SharedPrefix | None = None
+    looked: bool = False
+
+
 class PagedKVCache:
     """Pages of K and V for every layer, with the requests that hold them.
 
     A request is a number that `add` returns. Pages are taken when tokens come and go back when the request is freed;
     full pages of equal prefixes are stored once; `fork` shares all pages and copies one when it is written to. Every
-    method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache unchanged.
+    method either does all it is asked or raises (`InvalidProblem`, `OutOfPages`) and leaves the cache unchanged, also
+    if it is interrupted. A cache is used by one thread at a time.
     `max_seqlen` bounds a request (default: the whole pool), `head_dim_v` is `head_dim` unless given. With
     `dtype=torch.float8_e4m3fn` rows are quantised as they are appended, with one scale for each (page, head), with
     `torch.int8` with one for each (token, head).
@@ -123,21 +142,22 @@ class PagedKVCache:
                     new_scales(num_layers, shape[1], num_kv_heads, self.device, rows) for _ in self._stored
                 )
         self._tables: Tables = (HostTables if self.device.type == "cpu" else StagedTables)(self.book, self.device)
-        self._step: Step | None = None
-        self._batch: BatchTables | None = None
         self._groups = PrefixGroups()
-        # Found when first needed: once per step, not once per layer.
-        self._shared: SharedPrefix | None = None
-        self._looked = False
-        self._written: set[int] = set()
+        self._now: _Running | None = None
 
     def __repr__(self) -> str:
         layers, pages, page_size, heads, head_dim = self.k.shape
         columns = f"{head_dim} (latents)" if self.latent else head_dim
         pool = f"{counted(pages, 'page')} of {counted(page_size, 'token')}"
         sizes = f"{pool}, {counted(layers, 'layer')} of {heads} x {columns}"
-        held = f"{counted(self.book.pages.held, 'page')} held by {counted(self.book.num_requests, 'request')}"
+        requests = counted(self.book.num_requests, "request")
+        held = f"{counted(self.book.pages.held, 'page')} held by {requests}"
         return f"<PagedKVCache: {sizes}, {self.k.dtype} on {self.device}; {held}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if (now := self._last()) is not None:
+            now.undo = None
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -176,6 +196,10 @@ class PagedKVCache:
     def free(self, request: int) -> None:
         """Finish a request. Its pages can be taken at once, and can be found by their prefix until they are."""
         self.book.free(request)
+
+    def requests(self) -> list[int]:
+        """The active requests. After an interrupt, one that `add` or `fork` could not return any more may be there."""
+        return self.book.requests()
 
     def seats(self, requests: Sequence[int]) -> list[int]:
         """The rows of requests in fixed steps. A request keeps its seat from `add` or `fork` to `free`."""
@@ -219,18 +243,17 @@ class PagedKVCache:
             fix = "Pass what add() returned, in a list."
             raise InvalidProblem("requests", "a list of request numbers", repr(requests), fix)
         tokens = _listed(tokens) if isinstance(tokens, Tensor) else tokens
-        step = self.book.step(requests, self._fixed_counts(requests, counts) if fixed else counts, tokens)
-        # If a device fails from here on, the step counts as not written: its requests can only be freed.
-        self._step, self._batch = step, None
-        self._shared, self._looked, self._written = None, False, set()
+        # The tensors of the step before may change from here on.
+        self._now = None
+        step = self.book.begin(requests, self._fixed_counts(requests, counts) if fixed else counts, tokens)
         self._groups.follow(step, self.book.page_size)
         if step.copies:
             self._copy(step.copies)
-        if fixed:
-            self._batch, self._looked = self._tables.fixed(step), True
-        else:
-            self._batch = self._tables.batch(step)
-        return len(self._batch.slots)
+        batch = self._tables.fixed(step) if fixed else self._tables.batch(step)
+        self._now = _Running(step, batch, self.book.undo, looked=fixed)
+        self.book.undo = None
+        self._now.undo = None
+        return len(batch.slots)
 
     def append(self, k: Tensor, v: Tensor, *, layer: int = 0) -> None:
         """Write one layer's K and V of the step: (rows, num_kv_heads, dim), packed in the order of its requests.
@@ -240,13 +263,15 @@ class PagedKVCache:
         Once every layer is written, a layer may be written again (to warm up, or after an error), also under graph
         capture, as long as its pages belong to their requests alone.
         """
-        layer, slots = self._ready(layer, k, v)
+        now, layer = self._ready(layer, k, v)
+        slots = now.batch.slots
         if not self._scales:
             write_rows(k, v, *self._targets(layer), slots)
         else:
             rows = (torch.cat((v, k), -1),) if self.latent else (k, v)
-            append_quantised(rows, *self._quantised(layer), slots)
-        self._note_written(layer)
+            with self._rescaling(now, layer):
+                append_quantised(rows, *self._quantised(layer), slots)
+        self._note_written(now, layer)
 
     def append_rotated(
         self,
@@ -267,8 +292,8 @@ class PagedKVCache:
 
         Of latents, q too is only the columns past `head_dim_v`.
         """
-        layer, slots = self._ready(layer, k, v)
-        targets, places = self._targets(layer), slots
+        now, layer = self._ready(layer, k, v)
+        targets, places = self._targets(layer), now.batch.slots
         k_scale = v_scale = new = None
         if self._scales and self.latent:
             # Both parts share a scale, so the rows are put together in fp32 before they are quantised.
@@ -276,32 +301,33 @@ class PagedKVCache:
             targets, places = self._parts(new), torch.arange(len(k), device=self.device)
         elif self._scales:
             k_scale, v_scale = self._of_layer(self._scales, layer)
-        turned = append_rotated(
-            q,
-            k,
-            v,
-            *targets,
-            places,
-            positions,
-            cos_sin,
-            interleaved=interleaved,
-            norm_eps=norm_eps,
-            q_weight=q_weight,
-            k_weight=k_weight,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
-        )
-        if new is not None:
-            append_quantised((new[:, 0],), *self._quantised(layer), slots)
-        self._note_written(layer)
+        with self._rescaling(now, layer):
+            turned = append_rotated(
+                q,
+                k,
+                v,
+                *targets,
+                places,
+                positions,
+                cos_sin,
+                interleaved=interleaved,
+                norm_eps=norm_eps,
+                q_weight=q_weight,
+                k_weight=k_weight,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                out=out,
+            )
+            if new is not None:
+                append_quantised((new[:, 0],), *self._quantised(layer), now.batch.slots)
+        self._note_written(now, layer)
         return turned
 
     def mark_written(self) -> None:
         """Tells the cache that a replayed graph appended every layer of the running step, on the current stream."""
-        self._running()
-        self._refuse_finished()
-        self._written = set(range(len(self.k)))
+        now = self._running()
+        self._refuse_finished(now)
+        now.written, now.rescaled = set(range(len(self.k))), None
         self.book.commit()
 
     def attention(self, q: Tensor, *, layer: int = 0, causal: bool = True, **flags: Any) -> Any:
@@ -316,8 +342,9 @@ class PagedKVCache:
             raise Unsupported(f"{reason}. Call attention_paged with a table and a max_seqlen_q that never change")
         layer = self._number(layer)
         k_pages, v_pages = self.attended(layer)
-        self._running()
-        if layer not in self._written and not self._capturing():
+        now = self._running()
+        self._refuse_torn(now)
+        if layer not in now.written and not self._capturing():
             fix = f"Call append(k, v, layer={layer}) before."
             raise InvalidProblem("layer", "one whose K and V of this step are appended", layer, fix)
         return attention_paged(
@@ -376,31 +403,31 @@ class PagedKVCache:
         Later steps may return the same tensor, unless a user wrote to it in a way that torch counts: an edit stays in
         its step.
         """
-        return self._running().block_table
+        return self._running().batch.block_table
 
     def seqlens(self) -> Tensor:
         """int32 (batch,) on the device: tokens of the step's requests, the new ones included."""
-        return self._running().seqlens_k
+        return self._running().batch.seqlens_k
 
     def cu_seqlens_q(self) -> Tensor | None:
         """int32 (batch + 1,) on the device: running totals of the step's rows; None where each request has one row."""
-        return self._running().cu_seqlens_q
+        return self._running().batch.cu_seqlens_q
 
     def slots(self) -> Tensor:
         """int64 (rows,) on the device: the slot of each row of the step, through all pages; -1 for unused seats."""
-        return self._running().slots
+        return self._running().batch.slots
 
     def shared_prefix(self) -> SharedPrefix | None:
         """The requests of the step that start with the same pages, for `attention_paged`; None if there are none.
 
         Later steps may return the same tensors, unless a user wrote to them.
         """
-        self._running()
-        assert self._step is not None
-        if not self._looked:
-            groups = self._groups.of(self.book.table, self._step, self.book.page_size)
-            self._shared, self._looked = self._tables.shared(self._step, groups) if groups else None, True
-        return self._shared
+        now = self._running()
+        if not now.looked:
+            groups = self._groups.of(self.book.table, now.step, self.book.page_size)
+            now.shared = self._tables.shared(now.step, groups) if groups else None
+            now.looked = True
+        return now.shared
 
     # Numbers
 
@@ -424,10 +451,17 @@ class PagedKVCache:
             raise InvalidProblem("layer", expected, repr(layer), "Layers are counted from 0.")
         return number
 
-    def _running(self) -> BatchTables:
-        if self._batch is None:
+    def _last(self) -> _Running | None:
+        """The step that runs, if there is one and it was not undone."""
+        self.book.settle()
+        if self._now is not None and self._now.undo is not None and self._now.undo.was_undone:
+            self._now = None
+        return self._now
+
+    def _running(self) -> _Running:
+        if (now := self._last()) is None:
             raise InvalidProblem("step", "a step() before its tensors are asked for", None, "Call step(requests).")
-        return self._batch
+        return now
 
     def _capturing(self) -> bool:
         """Whether a graph is being captured."""
@@ -445,36 +479,44 @@ class PagedKVCache:
 
     def _batch_flags(self, given: dict[str, Any]) -> dict[str, Any]:
         """Arguments that describe the step. Refuse `given` flags that the cache passes itself."""
-        assert self._step is not None
         for name in OWN:
             if name in given:
                 raise InvalidProblem(name, "no argument here", "one", "The cache passes that of its step.")
         flags: dict[str, Any] = {"shared_prefix": self.shared_prefix()}
         if self.cu_seqlens_q() is not None:
-            flags |= {"cu_seqlens_q": self.cu_seqlens_q(), "max_seqlen_q": int(self._step.counts.max())}
+            flags |= {"cu_seqlens_q": self.cu_seqlens_q(), "max_seqlen_q": int(self._running().step.counts.max())}
         return flags
 
     def _refuse_unwritten(self, only: int | None) -> None:
         """Refuse if a step was never written: its requests (or the `only` one) would read uninitialised slots."""
-        if self._step is None or len(self._written) == len(self.k):
+        now = self._last()
+        if now is None or (len(now.written) == len(self.k) and now.rescaled is None):
             return
-        waiting = [request for request in self._step.requests if request in self.book and only in (None, request)]
+        waiting = [request for request in now.step.requests if request in self.book and only in (None, request)]
         if waiting:
-            missing = sorted(set(range(len(self.k))) - self._written)
+            self._refuse_torn(now)
+            missing = sorted(set(range(len(self.k))) - now.written)
             fix = f"Append layers {missing}, or free request {waiting[0]}."
             raise InvalidProblem("step", "every layer of the step before appended", f"{len(missing)} missing", fix)
 
-    def _ready(self, layer: int, k: Tensor, v: Tensor) -> tuple[int, Tensor]:
-        """Check that these rows of a layer can be appended; returns the layer's number and the rows' slots."""
-        batch, layer = self._running(), self._number(layer)
-        self._refuse_finished()
+    def _refuse_torn(self, now: _Running) -> None:
+        """Refuse if pages of a step may be half rescaled."""
+        if now.rescaled is not None:
+            got = f"one that was interrupted in layer {now.rescaled}, whose e4m3 pages may be half rescaled"
+            fix = f"Free the requests of the step: {list(now.step.requests)}."
+            raise InvalidProblem("step", "a step whose append() came to its end", got, fix)
+
+    def _ready(self, layer: int, k: Tensor, v: Tensor) -> tuple[_Running, int]:
+        """Check that these rows of a layer can be appended; returns the running step and the layer's number."""
+        now, layer = self._running(), self._number(layer)
+        self._refuse_finished(now)
+        self._refuse_torn(now)
         for name, new, pages in zip(("k", "v"), (k, v), self._targets(layer), strict=True):
-            self._check_rows(name, new, pages, len(batch.slots))
-        assert self._step is not None
-        if len(self._written) == len(self.k) and not self._capturing() and not self.book.owns(self._step):
+            self._check_rows(name, new, pages, len(now.batch.slots))
+        if len(now.written) == len(self.k) and not self._capturing() and not self.book.owns(now.step):
             fix = "Call step(requests) for their next tokens, or truncate them first."
             raise InvalidProblem("layer", "one of a step whose pages nobody shares yet", f"{layer} once more", fix)
-        return layer, batch.slots
+        return now, layer
 
     def _targets(self, layer: int) -> tuple[Tensor, Tensor]:
         """Where new rows of k and v go in the pages of a layer."""
@@ -498,10 +540,13 @@ class PagedKVCache:
             self._refuse_freed()
             raise
 
-    def _note_written(self, layer: int) -> None:
+    def _rescaling(self, now: _Running, layer: int) -> _Rescaling:
+        return _Rescaling(now, layer if self.k.dtype == torch.float8_e4m3fn else None)
+
+    def _note_written(self, now: _Running, layer: int) -> None:
         if not self._capturing():
-            self._written.add(layer)
-            if len(self._written) == len(self.k):
+            now.written.add(layer)
+            if len(now.written) == len(self.k):
                 self.book.commit()
 
     def _refuse_freed(self) -> None:
@@ -511,9 +556,8 @@ class PagedKVCache:
         names = (*(f"PagedKVCache.{side}" for side in sides), *(f"the scales of PagedKVCache.{side}" for side in sides))
         check_allocated(names, held)
 
-    def _refuse_finished(self) -> None:
-        assert self._step is not None
-        requests = self._step.requests
+    def _refuse_finished(self, now: _Running) -> None:
+        requests = now.step.requests
         if requests and not any(request in self.book for request in requests):
             raise InvalidProblem("step", "a step with a request that goes on", "all finished", "Call step(requests).")
 
@@ -543,6 +587,21 @@ class PagedKVCache:
         source, target = there.to(self.device, non_blocking=True).unbind(1)
         for tensor in (*self._stored, *self._scales):
             copy_pages(tensor, source, target)
+
+
+class _Rescaling:
+    """While rows are appended to a layer of e4m3 pages: rows that are there are rescaled in several operations."""
+
+    def __init__(self, now: _Running, layer: int | None) -> None:
+        self.now, self.layer = now, layer
+
+    def __enter__(self) -> None:
+        self.now.rescaled = self.layer
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What is refused was not begun.
+        if kind is None or issubclass(kind, (InvalidProblem, Unsupported)):
+            self.now.rescaled = None
 
 
 def _listed(tokens: Tokens) -> Sequence[int]:

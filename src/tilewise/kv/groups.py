@@ -71,8 +71,9 @@ class PrefixGroups:
     def of(self, table: Table, step: Step, page_size: int) -> list[PrefixGroup]:
         """The step's groups; the same list as for the previous step if they are unchanged."""
         if self._rows is None:
-            self._rows, self._shareable = step.rows, step.before // page_size
+            self._shareable = step.before // page_size
             self._found = find_groups(table, step.rows, self._shareable)
+            self._rows = step.rows  # last: from now on the groups count as found
         return self._found
 
 

@@ -83,6 +83,14 @@ class PageAllocator:
         np.frombuffer(self._references, np.int64)[pages] = 1
         return pages
 
+    def recount(self, held: NDArray[np.integer]) -> None:
+        """Take the holders from a list that names each page once for every holder. The others become free."""
+        references = np.bincount(held, minlength=self.num_pages).astype(np.int64)
+        self._references = array("q", references.tobytes())
+        self._free = array("q", np.nonzero(references == 0)[0][::-1].astype(np.int64).tobytes())
+        self._idle = OrderedDict()
+        self.shared = int((references > 1).sum())
+
     def _evict(self, count: int) -> list[int]:
         """Evict the least recently used idle pages at once, which is faster than one by one."""
         pages = [self._idle.popitem(last=False)[0] for _ in range(count)]

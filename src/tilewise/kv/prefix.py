@@ -108,6 +108,10 @@ class PrefixIndex:
             if entry is not None:
                 del by_key[unpack(entry)[2]], parents[page]
 
+    def clear(self) -> None:
+        """Remove all pages."""
+        self._by_key, self._by_page, self._parents = {}, {}, {}
+
     def _is_known(self, entry: Entry, parent: Entry | None, tokens: bytes) -> bool:
         """Whether an entry has these tokens after that parent: keys may be equal by chance."""
         return self.parent(entry) is parent and entry.endswith(tokens)

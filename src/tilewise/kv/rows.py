@@ -70,12 +70,15 @@ class Rows:
         self._free = list(range(rows - 1, -1, -1))
         self._changed: list[Changes] = []
 
-    def claim(self, prompt: int) -> int:
-        """A row for a request without cached tokens and with a known prompt. Raises if there is no free one."""
+    def refuse_another(self) -> None:
+        """Raise if `claim` would find no row."""
         if not self._free and self.max_requests is not None:
             expected = f"at most max_requests = {self.max_requests} at a time"
             fix = "Free one first, or make the cache for more."
             raise InvalidProblem("requests", expected, self.max_requests + 1, fix)
+
+    def claim(self, prompt: int) -> int:
+        """A row for a request without cached tokens and with a known prompt."""
         if not self._free:
             self._double()
         row = self._free.pop()
@@ -87,6 +90,19 @@ class Rows:
         """Free a row."""
         self.lengths[row] = 0
         self._free.append(row)
+
+    def recount(self, rows: Ints, pages: Ints) -> NDArray[np.int32]:
+        """Take `rows` as those in use and free the others. The first `pages[i]` entries of `rows[i]` count as changed;
+        returns the pages there.
+        """
+        unused = np.ones(len(self.lengths), np.bool_)
+        unused[rows] = False
+        self.lengths[unused] = 0
+        self.tail_shared[rows] = True
+        self._free = np.nonzero(unused)[0][::-1].tolist()
+        entries = Changes(np.repeat(rows, pages), consecutive(np.zeros_like(pages), pages))
+        self._changed = [entries]
+        return self.table[entries.rows, entries.columns]
 
     def write(self, row: int, column: int, pages: list[int]) -> None:
         """Write pages into a row of the table, from a column on."""
@@ -140,10 +156,12 @@ class Rows:
         rows = len(self.lengths)
         self.table = _grown(self.table, (2 * rows, self.table.shape[1]))
         self._noted = _grown(self._noted, (2 * rows, NOTED))
-        self.lengths, self.prompts, self.known, self._noted_from = (
-            _grown(array, (2 * rows,)) for array in (self.lengths, self.prompts, self.known, self._noted_from)
-        )
         self.tail_shared = _grown(self.tail_shared, (2 * rows,))
+        self.prompts, self.known, self._noted_from = (
+            _grown(array, (2 * rows,)) for array in (self.prompts, self.known, self._noted_from)
+        )
+        # Last, because their number is the number of rows.
+        self.lengths = _grown(self.lengths, (2 * rows,))
         self._free = list(range(2 * rows - 1, rows - 1, -1))
 
 

@@ -330,6 +330,7 @@ class StagedTables(_Tables):
         own, known = self._own, sent is not None and sent.parts is parts and sent.buffer.is_untouched
         if sent is None or own is None or not (known and own.is_untouched):
             columns = self.columns(step.before + step.counts - parts.shift * self.book.page_size)
+            self._own = None  # first: it does not belong to other prefixes
             with torch.inference_mode(False):
                 if sent is None or not known or sent.places.shape[1] < columns:
                     # Indices for pages to come are sent too: sending them again for every other page would slow the
@@ -376,11 +377,11 @@ class StagedTables(_Tables):
         """Flat indices of the mirror that changed, and their new values. The mirror grows with the table."""
         table, old = self.book.table, self._mirror.tensor
         if tuple(old.shape) != table.shape:
+            self._prefixes, self._own, self._last_rows = None, None, NONE
             with torch.inference_mode(False):
                 grown = torch.zeros(table.shape, dtype=old.dtype, device=self.device)
                 grown[: old.shape[0], : old.shape[1]] = old
                 self._mirror = Kept(grown)
-            self._prefixes, self._own, self._last_rows = None, None, NONE
         changed = Changes.joined(self._unsent)
         return changed.rows * table.shape[1] + changed.columns, table[changed.rows, changed.columns].astype(np.int64)
 
