@@ -184,7 +184,7 @@ class TileMask:
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tiles, bits and lists, as kernels read them. An error if somebody has written into them, where torch counts
-        writes: not those through `.data` or NumPy. A CPU's kernels hide tiles whose bits are not there.
+        writes: not those through `.data` or NumPy, and none in a graph. A CPU's kernels hide tiles without bits.
         """
         tiles, bits, lists, writes = self.tiles, self.bits, self.lists, self._writes
         if writes is not None and not torch.compiler.is_compiling() and writes != _counted(tiles, bits, lists):
