@@ -648,10 +648,67 @@ def test_masks_aligned_with_the_last_key_are_made_for_each_packed_sequence(made:
         for i, (part, mask) in enumerate(zip(k.split(lengths), masks, strict=True))
     ]
     expected = torch.cat([x[0].transpose(0, 1) for x in apart])
+    part = made(100, 100).cut((97, 100), (0, 100))
+    assert torch.equal(part.dense(), masks[0].dense())
     for call in (packed, paged):
-        with pytest.raises(tw.InvalidProblem, match=r"TileMask\.stack"):
-            call(masks[0])
+        for mask in (masks[0], part, ~masks[0], masks[0] & part):
+            with pytest.raises(tw.InvalidProblem, match=r"TileMask\.stack"):
+                call(mask)
         torch.testing.assert_close(call(TileMask.stack(masks)), expected)
+
+
+def test_neighbourhoods_of_packed_sequences_end_where_these_do() -> None:
+    lengths = (100, 50)
+    cu, q = torch.tensor([0, 100, 150], dtype=torch.int32), torch.randn(150, 2, 8)
+    masks = [TileMask.neighbourhood(length, 9) for length in lengths]
+    expected = torch.cat(
+        [
+            tw.attention(*(part[None],) * 3, mask=mask, layout="bshd")[0]
+            for part, mask in zip(q.split(lengths), masks, strict=True)
+        ]
+    )
+    with pytest.raises(tw.InvalidProblem, match=r"TileMask\.stack"):
+        tw.attention_varlen(q, q, q, cu, cu, mask=masks[0])
+    torch.testing.assert_close(tw.attention_varlen(q, q, q, cu, cu, mask=TileMask.stack(masks)), expected)
+
+
+def test_flags_beside_a_part_whose_last_query_is_not_the_last_key() -> None:
+    """They would be aligned with a key that the whole mask aligns with another query."""
+    mask, q = TileMask.documents(IDS[:200]), torch.randn(1, 2, 200, 8)
+    whole = tw.attention(q, q, q, mask=mask, causal=True)
+    for first, end in ((0, 128), (130, 150)):
+        part = mask.cut((first, end), (0, end))
+        keys = q[:, :, :end]
+        torch.testing.assert_close(
+            tw.attention(q[:, :, first:end], keys, keys, mask=part, causal=True), whole[:, :, first:end]
+        )
+    longer = torch.randn(1, 2, 203, 8)
+    tw.attention(longer, longer, longer, mask=mask.grow(torch.ones(3, 203, dtype=torch.bool)), causal=True)
+    more = mask.grow(torch.ones(3, 200, dtype=torch.bool))
+    moved = (mask.cut((0, 128), (0, 200)), mask.cut((5, 60), (0, 200)), more, more & more)
+    flags: list[dict[str, Any]] = [{"causal": True}, {"window": (9, None)}, {"window": (None, 9)}]
+    for part in moved:
+        rows = torch.randn(1, 2, part.seqlen_q, 8)
+        tw.attention(rows, q, q, mask=part)
+        for some in flags:
+            with pytest.raises(tw.InvalidProblem, match=r"TileMask\.cut or grow"):
+                tw.attention(rows, q, q, mask=part, **some)
+
+
+def test_documents_over_pages_end_where_the_sequence_does() -> None:
+    """A mask for pages is longer than the sequence, so its last key says nothing of the last query."""
+    q, first, end = torch.randn(1, 2, 150, 8), 130, 150
+    expected = tw.attention(q, q, q, mask=TileMask.documents(SCATTERED[:end]), causal=True)[:, :, first:]
+    ids = torch.cat([SCATTERED[:end], torch.full((256 - end,), -1)])
+    rows, pages = q[0].transpose(0, 1), torch.zeros(4, 64, 2, 8)
+    pages.view(256, 2, 8)[:end] = rows
+    table, lengths, totals = (torch.tensor(x, dtype=torch.int32) for x in ([[0, 1, 2, 3]], [end], [0, end - first]))
+    for mask in (TileMask.documents(ids[first:end], ids), TileMask.documents(ids).cut((first, end), (0, 256))):
+        out = tw.attention_paged(
+            rows[first:], pages, pages, table, lengths, cu_seqlens_q=totals, max_seqlen_q=end - first, mask=mask,
+            causal=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out.transpose(0, 1)[None], expected)
 
 
 CAUSAL: Any = "causal"

@@ -61,16 +61,19 @@ Device = torch.device | str | None
 
 
 class Promise(NamedTuple):
-    """What a constructor says of its mask, and which arguments of a call would silently undo it: the left bound of a
-    window, its right bound (of which `causal` is one), lengths that differ from sequence to sequence.
-    """
+    """What is said of a mask by what made it, and which arguments of a call would silently undo it."""
 
     by: str
     what: str
     fix: str
+    # The left bound of a window, and its right bound, of which `causal` is one.
     left: bool = False
     right: bool = False
+    # Sequences of different lengths; the same, but only if the mask has not as many queries as keys.
     lengths: bool = False
+    unequal: bool = False
+    # Said of the last key. Not of pages, whose sequences end before the mask does.
+    ends: bool = False
 
 
 # By name. Masks have names, not promises, so that pickled ones follow later releases.
@@ -97,6 +100,7 @@ PROMISES = {
         "attention_varlen aligns each sequence; other rules are a tile_mask of a function.",
         left=True,
         right=True,
+        ends=True,
     ),
     "tree": Promise(
         "TileMask.tree",
@@ -112,11 +116,27 @@ PROMISES = {
     ),
     "aligned": Promise(
         "TileMask.prefix, chunks or tree",
-        "it is aligned with the last key of the mask, and sequences may end before",
+        "its queries have fixed positions among the keys, and sequences may end before",
         "Make one for the lengths of each sequence, and pass TileMask.stack(masks).",
+        unequal=True,
+    ),
+    "edges": Promise(
+        "TileMask.neighbourhood",
+        "its windows are moved inside at its own edges, not at those of shorter sequences",
+        "Make one for each sequence, and pass TileMask.stack(masks). Equal lengths are a dense call.",
         lengths=True,
     ),
+    "moved": Promise(
+        "TileMask.cut or grow",
+        "the last query and the last key do not belong together as in the whole mask",
+        "Let rows and keys end at the same token, or join a tile_mask of a function by &.",
+        left=True,
+        right=True,
+        ends=True,
+    ),
 }
+# What depends on lengths holds for the inverse too, and not once each sequence has a mask of its own.
+OF_LENGTHS = frozenset(name for name, promise in PROMISES.items() if promise.lengths or promise.unequal)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -164,7 +184,7 @@ class TileMask:
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tiles, bits and lists, as kernels read them. An error if somebody has written into them, where torch counts
-        writes: not those through `.data` or NumPy. Kernels hide tiles whose bits are not there.
+        writes: not those through `.data` or NumPy, and none in a graph. A CPU's kernels hide tiles without bits.
         """
         tiles, bits, lists, writes = self.tiles, self.bits, self.lists, self._writes
         if writes is not None and not torch.compiler.is_compiling() and writes != _counted(tiles, bits, lists):
@@ -295,7 +315,7 @@ class TileMask:
         rows = _positions(seqlen_q, seqlen_k)
         ends = torch.maximum(_prefixes(lengths), rows + 1)
         mask = cls.from_intervals(torch.zeros_like(ends), ends, seqlen_k, device=_device_of(lengths, device))
-        return _promising(mask, "prefix", *_aligned(seqlen_q, seqlen_k))
+        return _promising(mask, "prefix", "aligned")
 
     @classmethod
     def chunks(cls, size: int, seqlen_q: int, seqlen_k: int | None = None, *, device: Device = None) -> TileMask:
@@ -306,7 +326,7 @@ class TileMask:
         seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
         starts = _positions(seqlen_q, seqlen_k) // size * size
         mask = cls.from_intervals(starts, starts + size, seqlen_k, device=device)
-        return _promising(mask, *_aligned(seqlen_q, seqlen_k))
+        return _promising(mask, "aligned")
 
     @classmethod
     def neighbourhood(
@@ -331,7 +351,7 @@ class TileMask:
             bounds.append(torch.stack([start, start + width]))
         if len(sizes) == 1:
             start, end = bounds[0].unbind()
-            return _promising(cls.from_intervals(start, end, sizes[0], device=device), "neighbourhood")
+            return _promising(cls.from_intervals(start, end, sizes[0], device=device), "neighbourhood", "edges")
         height, width = sizes
         # From the first neighbour to the last: tiles outside are empty.
         ends = (bounds[0] - torch.tensor([[0], [1]], device="cpu"))[:, :, None] * width + bounds[1][:, None]
@@ -345,7 +365,7 @@ class TileMask:
             return (ky >= top[y]) & (ky < bottom[y]) & (kx >= left[x]) & (kx < right[x])
 
         tiles = torch.where(tiles == EMPTY, EMPTY, UNKNOWN).to(torch.int32)
-        return _promising(_of_pairs(pairs, height * width, height * width, tiles), "neighbourhood")
+        return _promising(_of_pairs(pairs, height * width, height * width, tiles), "neighbourhood", "edges")
 
     @classmethod
     def tree(cls, parents: Sequence[int] | Tensor, context: int = 0, *, device: Device = None) -> TileMask:
@@ -379,7 +399,7 @@ class TileMask:
         lengths = nodes, context + nodes
         mask = _of_pairs(pairs, *lengths, _unknown((up.shape[0], 1), lengths, up.device))
         order = () if bool((up < node).all()) else ("unordered tree",)
-        return _promising(mask, "tree", *order, *_aligned(*lengths))
+        return _promising(mask, "tree", *order, "aligned")
 
     @classmethod
     def from_block_mask(cls, block_mask: Any, *, batch: int = 1, heads: int = 1) -> TileMask:
@@ -453,8 +473,7 @@ class TileMask:
             tiles[index, :, : own.shape[1], : own.shape[2]] = torch.where(own >= 0, own + count, own)
             parts.append(bits)
             count += len(bits)
-        # Each is aligned within its own lengths.
-        kept = {name for mask in masks for name in mask.promises} - {"aligned"}
+        kept = {name for mask in masks for name in mask.promises} - OF_LENGTHS
         return _promising(TileMask(tiles, torch.cat(parts), *lengths), *kept)
 
     # What it is
@@ -546,7 +565,8 @@ class TileMask:
     def __invert__(self) -> TileMask:
         tiles, bits, _ = self.parts
         tiles = torch.where(tiles == FULL, EMPTY, torch.where(tiles == EMPTY, FULL, tiles))
-        return TileMask(tiles, ~bits, self.seqlen_q, self.seqlen_k)
+        kept = tuple(name for name in self.promises if name in OF_LENGTHS)
+        return TileMask(tiles, ~bits, self.seqlen_q, self.seqlen_k, kept)
 
     def _combined(
         self, other: TileMask, combine: Callable[[Tensor, Tensor], Tensor], *, absorbing: int, neutral: int
@@ -588,13 +608,14 @@ class TileMask:
         tiles, bits, _ = self.parts
         if row % TILE == 0 and key % TILE == 0:
             m, n = slice(row // TILE, num_tiles(end_row)), slice(key // TILE, num_tiles(end_key))
-            return TileMask(tiles[:, :, m, n], bits, *lengths, self.promises)
-        found = _of_pairs(
-            lambda b, h, i, j: is_visible(tiles, bits, b, h, i + row, j + key),
-            *lengths,
-            _unknown(tiles.shape[:2], lengths, self.device),
-        )
-        return _promising(found, *self.promises)
+            found = TileMask(tiles[:, :, m, n], bits, *lengths)
+        else:
+            found = _of_pairs(
+                lambda b, h, i, j: is_visible(tiles, bits, b, h, i + row, j + key),
+                *lengths,
+                _unknown(tiles.shape[:2], lengths, self.device),
+            )
+        return _promising(found, *self.promises, *self._moved(end_row, end_key))
 
     def grow(self, rows: Tensor) -> TileMask:
         """The mask with more queries, as decoding adds them: `rows` is boolean (..., new queries, keys), with as many
@@ -631,7 +652,11 @@ class TileMask:
             return torch.where(i < self.seqlen_q, before, more[b, h, (i - self.seqlen_q).clamp_min(0), j])
 
         grown = _of_pairs(pairs, seqlen_q, seqlen_k, tiles, old_bits)
-        return _promising(grown._compact(), *self.promises)  # noqa: SLF001
+        return _promising(grown._compact(), *self.promises, *self._moved(seqlen_q, seqlen_k))  # noqa: SLF001
+
+    def _moved(self, end_row: int, end_key: int) -> tuple[str, ...]:
+        """What is to say of a mask that ends at another row and key, with which flags would be aligned."""
+        return () if end_key - end_row == self.seqlen_k - self.seqlen_q else ("moved",)
 
     def _compact(self) -> TileMask:
         """Without the bits that no tile names."""
@@ -883,11 +908,6 @@ def _promising(mask: TileMask, *names: str) -> TileMask:
     """A mask that was just made, with promises."""
     object.__setattr__(mask, "promises", tuple(sorted(set(names))))
     return mask
-
-
-def _aligned(seqlen_q: int, seqlen_k: int) -> tuple[str, ...]:
-    """With as many queries as keys the first ones are aligned, too: of sequences of any length."""
-    return () if seqlen_q == seqlen_k else ("aligned",)
 
 
 def _counted(tiles: Tensor, bits: Tensor, lists: Tensor | None) -> tuple[int, int, int]:

@@ -296,7 +296,7 @@ def tile_masks() -> Iterator[tuple[str, tw.TileMask]]:
     yield "cu_seqlens", tw.TileMask.from_cu_seqlens(torch.tensor([0, 30, 200]), 200)
     yield "prefix", tw.TileMask.stack([tw.TileMask.prefix(n, 150, 200) for n in (20, 130)])
     yield "chunks", tw.TileMask.stack([tw.TileMask.chunks(n, 150, 200) for n in (70, 100)])
-    yield "neighbourhood", tw.TileMask.neighbourhood((10, 20), (5, 7))
+    yield "neighbourhood", tw.TileMask.stack([tw.TileMask.neighbourhood((10, 20), (5, 7))] * 2)
     yield "tree", tw.TileMask.stack([tw.TileMask.tree([-1, *range(149)], 50)] * 2)
     yield "BlockMask", tw.TileMask.from_block_mask(within(lambda _b, _h, i, j: i >= j))
 

@@ -314,6 +314,11 @@ def disagreement_of_unshard() -> None:
     words = "call" + difference("unshard", "context_parallel_attention")
     call = (lambda: attend(q, q, q, group, seqlen=13)) if rank else (lambda: unshard(q, group, seqlen=13))
     raises(tw.InvalidProblem, words, call)
+    wrong: dict[str, Any] = {"dim": 7, "sharding": "random", "seqlen": 10**6}
+    for name, value in wrong.items():
+        given = {"seqlen": 13} | ({name: value} if rank else {})
+        words = f"{name}: expected" if rank else f"on rank 1 InvalidProblem: {name}: expected"
+        raises(tw.InvalidProblem, words, lambda given=given: unshard(q, group, **given))  # type: ignore[misc]
 
 
 def disagreement_of_methods() -> None:
@@ -414,6 +419,8 @@ def compiled() -> None:
             out = call(q, k, v)
             results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    missing: Any = torch.compile(attend, fullgraph=True, backend="eager")
+    raises(torch._dynamo.exc.Unsupported, "seqlen', 'the length of the whole sequence", lambda: missing(q, k, v))
 
 
 class Model(torch.nn.Module):

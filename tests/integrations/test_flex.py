@@ -216,7 +216,8 @@ def test_the_signatures_are_torchs(name: str) -> None:
 def test_what_tunes_torchs_kernels_changes_nothing() -> None:
     q, k, v = operands()
     documented = theirs.FlexKernelOptions.__annotations__  # by this release of torch
-    options = {prefix + name: 64 for name in documented for prefix in ("", "fwd_", "bwd_")}
+    others = ("SPLIT_KV", "PARTITION_SIZE", "num_consumer_groups", "num_buffers_warp_spec")
+    options = {prefix + name: 64 for name in (*documented, *others) for prefix in ("", "fwd_", "bwd_")}
     assert "fwd_BLOCK_M" in options
     found, want = flex_attention(q, k, v, kernel_options=options), flex_attention(q, k, v)
     assert torch.equal(found, want)  # type: ignore[arg-type]

@@ -52,7 +52,8 @@ def agree(description: Description, group: Group, where: torch.device) -> None:
 def refuse(error: TilewiseError, group: Group, where: torch.device) -> NoReturn:
     """Tell the peers, if they are comparing too, that this rank cannot take part; then raise its own error."""
     # Once calls have agreed, peers may be past comparing: they time out, and this rank should not wait for them.
-    if not _agreed().get(group):
+    # A compiler that traces this runs it again outside of its graph, or says what was raised.
+    if not torch.compiler.is_compiling() and not _agreed().get(group):
         try:
             _compare(((FAILED, f"{type(error).__name__}: {error}"),), group, where)
         except TilewiseError as joint:
@@ -83,7 +84,8 @@ def _difference(texts: list[Description]) -> InvalidProblem:
     failed = {rank: table[FAILED] for rank, table in enumerate(tables) if FAILED in table}
     if failed:
         rank, reason = next(iter(failed.items()))
-        return InvalidProblem(FAILED, "valid ones on every rank", f"on rank {rank} {reason}", "Correct them there.")
+        got = f"on rank {rank} {reason.removesuffix('.')}"
+        return InvalidProblem(FAILED, "valid ones on every rank", got, "Correct them there.")
     for name in dict.fromkeys(name for table in tables for name in table):
         values: dict[str, list[int]] = {}
         for rank, table in enumerate(tables):

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise import settings, validation
-from tilewise.distributed.agreement import agree
+from tilewise.distributed.agreement import agree, refuse
 from tilewise.distributed.transport import MeshOrGroup, all_gather, group_of
-from tilewise.errors import InvalidProblem
-from tilewise.subclasses import check_class
+from tilewise.errors import InvalidProblem, TilewiseError
+from tilewise.memory import check_allocated
 from tilewise.totals import check_totals
 from tilewise.units import counted
 
@@ -120,15 +120,18 @@ def unshard(
     differ between ranks.
     """
     group = group_of(mesh_or_group)
-    dim = _checked_dim(tensor, dim, sharding)
+    world = dist.get_world_size(group)
+    try:
+        dim = _checked_dim(tensor, dim, sharding)
+        _check_rows("tensor", tensor.shape[dim], sharding)
+        most = world * tensor.shape[dim]
+        if not is_count(seqlen) or seqlen > most:
+            fix = "Pass the length that the tensor had before `shard`."
+            raise InvalidProblem("seqlen", f"an integer from 0 to {most}, the rows of all ranks", repr(seqlen), fix)
+    except TilewiseError as error:
+        refuse(error, group, getattr(tensor, "device", torch.device("cpu")))
     about = {"call": "unshard", "tensor": in_words(tensor), "dim": dim, "seqlen": seqlen, "sharding": sharding}
     agree(tuple((name, str(value)) for name, value in about.items()), group, tensor.device)
-    world, rows = dist.get_world_size(group), tensor.shape[dim]
-    _check_rows("tensor", rows, sharding)
-    if not is_count(seqlen) or seqlen > world * rows:
-        fix = "Pass the length that the tensor had before `shard`."
-        expected = f"an integer from 0 to {counted(world, 'rank')} x {rows} rows = {world * rows}"
-        raise InvalidProblem("seqlen", expected, repr(seqlen), fix)
     parts = all_gather(tensor.detach().contiguous(), group).view(world, *tensor.shape).unbind(0)
     return in_order(torch.cat(parts, dim), dim, world, sharding).narrow(dim, 0, seqlen)
 
@@ -210,7 +213,8 @@ def _check_rows(name: str, rows: int, sharding: str) -> None:
 
 
 def _checked_dim(tensor: Tensor, dim: int, sharding: str) -> int:
-    check_class("tensor", tensor)
+    validation.require_tensors(tensor=tensor)
+    check_allocated(("tensor",), (tensor,))
     _check_sharding(sharding)
     if not -tensor.dim() <= dim < tensor.dim():
         raise InvalidProblem(

@@ -38,8 +38,9 @@ NAMES = {
 # right without them. With the prefix fwd_ or bwd_ they hold for one pass.
 TUNING = frozenset({
     "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages",
-    "num_consumer_groups", "SPLIT_KV", "PARTITION_SIZE", "USE_TMA", "WRITE_DQ", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE",
-    "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "BACKEND", "kpack", "matrix_instr_nonkdim", "waves_per_eu",
+    "num_consumer_groups", "num_buffers_warp_spec", "SPLIT_KV", "PARTITION_SIZE", "USE_TMA", "WRITE_DQ", "PRESCALE_QK",
+    "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "BACKEND", "kpack",
+    "matrix_instr_nonkdim", "waves_per_eu",
 })  # fmt: skip
 # What cannot change, as far as masks read it.
 FIXED = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -122,13 +122,15 @@ def _check_bounds(operands: Operands, flags: Flags) -> None:
 def _check_promises(kind: Kind, mask: TileMask, flags: Flags) -> None:
     """A mask whose constructor promises more than the flags would leave of it is refused."""
     for promise in [PROMISES[name] for name in mask.promises]:
+        if promise.ends and kind == "paged":
+            continue
         beside = f"with {promise.by}, because {promise.what}"
         if promise.right and flags.causal:
             raise InvalidProblem("causal", f"False {beside}", True, promise.fix)
         left, right = flags.window_left, flags.window_right
         if (promise.left and left is not None) or (promise.right and right is not None):
             raise InvalidProblem("window", f"None {beside}", (left, right), promise.fix)
-        if promise.lengths and kind != "dense":
+        if kind != "dense" and (promise.lengths or (promise.unequal and mask.seqlen_q != mask.seqlen_k)):
             got = f"one of {mask.seqlen_q} queries x {mask.seqlen_k} keys"
             raise InvalidProblem("mask", f"one per sequence {beside}", got, promise.fix)
 
