@@ -156,6 +156,8 @@ class TileMask:
     promises: tuple[str, ...] = ()
     # On a GPU, where kernels walk them: the tiles that are not empty, by row and by column.
     lists: Tensor | None = dataclasses.field(init=False, default=None)
+    # On a GPU, whose kernels check no number: a copy of `tiles`, into which nobody writes.
+    _map: Tensor | None = dataclasses.field(init=False, default=None)
     # torch's counts of writes into tiles, bits and lists; None if a compiler traced the making, which has no counts.
     _writes: tuple[int, int, int] | None = dataclasses.field(init=False, default=None)
 
@@ -178,19 +180,21 @@ class TileMask:
             from tilewise.backends.gpu import tile_lists
 
             object.__setattr__(self, "lists", unwrapped("TileMask.lists", tile_lists.made(tiles)))
+            object.__setattr__(self, "_map", unwrapped("TileMask.tiles", tiles.clone()))
         if not is_traced:
             object.__setattr__(self, "_writes", _counted(tiles, bits, self.lists))
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tiles, bits and lists, as kernels read them. An error if somebody has written into them, where torch counts
-        writes: not those through `.data` or NumPy, and none in a graph. A CPU's kernels hide tiles without bits.
+        writes: not those through `.data` or NumPy, and none in a graph. A CPU's kernels hide tiles without bits; a
+        GPU's read the map as it was.
         """
         tiles, bits, lists, writes = self.tiles, self.bits, self.lists, self._writes
         if writes is not None and not torch.compiler.is_compiling() and writes != _counted(tiles, bits, lists):
             fix = "Masks never change: make another one."
             raise InvalidProblem("mask", "a tile mask as it was made", "one whose tensors were written into", fix)
-        return tiles, bits, lists
+        return tiles if self._map is None else self._map, bits, lists
 
     def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int, tuple[str, ...]]]:
         # Lists are made again: a mask may be loaded on another device.

@@ -180,3 +180,23 @@ def test_whole_tiles_with_masks_of_heads(head_dim: int, kv_heads: int) -> None:
         got = trained(lambda q, k, v: tw.attention(q, k, v, mask=mask), q, k, v)
         assert_near(got, want)
         assert not got[1][:, :, ::97].any()
+
+
+def test_writes_that_torch_does_not_count_reach_no_kernel() -> None:
+    """Numbers without bits would make kernels read other memory."""
+    mask = holes(1, 2, LENGTH, LENGTH)
+    q, k, v = (randn(1, 2, LENGTH, 64, dtype=torch.float32) for _ in range(3))
+    bias = randn(1, 2, LENGTH, LENGTH, dtype=torch.float32)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        out: Tensor = tw.attention(*leaves[:3], bias=leaves[3], mask=mask)
+        return out
+
+    def tangent() -> Tensor:
+        along: Tensor = torch.func.jvp(lambda x: tw.attention(x, k, v, mask=mask), (q,), (k,))[1]
+        return along
+
+    expected = [*trained(attend, q, k, v, bias), tangent()]
+    mask.tiles.data.fill_(2**30)
+    for one, other in zip([*trained(attend, q, k, v, bias), tangent()], expected, strict=True):
+        assert torch.equal(one, other)
