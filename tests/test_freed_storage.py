@@ -1,5 +1,6 @@
 """A tensor whose storage was freed or cut is refused by name, before a kernel reads its memory. FSDP frees storages."""
 
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,21 @@ def ints(*numbers: Any) -> Tensor:
 
 def documents() -> tw.TileMask:
     return tw.TileMask.documents(torch.arange(40) // 10)
+
+
+# What reads the tiles and bits of a mask outside of a call.
+MADE_OF_MASKS: dict[str, Callable[[tw.TileMask], Any]] = {
+    "and": lambda mask: documents() & mask,
+    "or": lambda mask: mask | documents(),
+    "not": lambda mask: ~mask,
+    "cut": lambda mask: mask.cut((0, 10), (0, 40)),
+    "cut inside a tile": lambda mask: mask.cut((5, 10), (5, 40)),
+    "grow": lambda mask: mask.grow(torch.ones(1, 41, dtype=torch.bool)),
+    "stack": lambda mask: tw.TileMask.stack([documents(), mask]),
+    "longer": lambda mask: tw.TileMask.stack([mask], seqlen_k=200),
+    "dense": lambda mask: mask.dense(),
+    "pickle": pickle.dumps,
+}
 
 
 def dense(**flags: Any) -> dict[str, Any]:
@@ -169,6 +185,23 @@ def test_freed_tile_masks_are_refused(part: str) -> None:
     free(getattr(given["mask"], part))
     with refused("mask"):
         tw.attention(**given)
+
+
+@pytest.mark.parametrize("part", ["tiles", "bits"])
+@pytest.mark.parametrize("made", MADE_OF_MASKS)
+def test_freed_tile_masks_are_refused_where_masks_are_made_of_them(made: str, part: str) -> None:
+    mask = documents()
+    free(getattr(mask, part))
+    with refused(f"TileMask.{part}"):
+        MADE_OF_MASKS[made](mask)
+
+
+def test_freed_tile_masks_are_refused_where_they_are_shown() -> None:
+    mask = documents()
+    free(mask.tiles)
+    for show in (repr, tw.TileMask.plot):
+        with refused("TileMask.tiles"):
+            show(mask)
 
 
 @pytest.mark.parametrize("part", ["data", "scale"])

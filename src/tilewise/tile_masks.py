@@ -196,9 +196,16 @@ class TileMask:
             raise InvalidProblem("mask", "a tile mask as it was made", "one whose tensors were written into", fix)
         return tiles if self._map is None else self._map, bits, lists
 
+    @property
+    def _stored(self) -> tuple[Tensor, Tensor]:
+        """Tiles and bits for torch's operators, which read freed storage. Calls check theirs themselves."""
+        tiles, bits, _ = self.parts
+        check_allocated(("TileMask.tiles", "TileMask.bits"), (tiles, bits))
+        return tiles, bits
+
     def __reduce__(self) -> tuple[type[TileMask], tuple[Tensor, Tensor, int, int, tuple[str, ...]]]:
         # Lists are made again: a mask may be loaded on another device.
-        return TileMask, (*self.parts[:2], self.seqlen_q, self.seqlen_k, self.promises)
+        return TileMask, (*self._stored, self.seqlen_q, self.seqlen_k, self.promises)
 
     # Making masks
 
@@ -472,7 +479,7 @@ class TileMask:
         parts, count = [], 0
         for index, mask in enumerate(masks):
             _check_same_device(masks[0], mask)
-            clean, bits, _ = mask._hidden_past_its_lengths(*lengths).parts  # noqa: SLF001
+            clean, bits = mask._hidden_past_its_lengths(*lengths)._stored  # noqa: SLF001
             own = clean[0].expand(heads, -1, -1)
             tiles[index, :, : own.shape[1], : own.shape[2]] = torch.where(own >= 0, own + count, own)
             parts.append(bits)
@@ -500,6 +507,7 @@ class TileMask:
     @functools.cached_property
     def counts(self) -> TileCounts:
         """Tiles of the map that are computed without and with bits, and tiles that are skipped. Reads the device."""
+        check_allocated(("TileMask.tiles",), (self.tiles,))
         full, skipped = (int((self.tiles == kind).sum()) for kind in (FULL, EMPTY))
         return TileCounts(full, self.tiles.numel() - full - skipped, skipped)
 
@@ -512,7 +520,7 @@ class TileMask:
         """The boolean tensor (batch or 1, heads or 1, seqlen_q, seqlen_k): as `mask=` it takes the general path, which
         computes every pair.
         """
-        return visible(*self.parts[:2], self.seqlen_q, self.seqlen_k)
+        return visible(*self._stored, self.seqlen_q, self.seqlen_k)
 
     def __repr__(self) -> str:
         batch, heads, seqlen_q, seqlen_k = self.shape
@@ -544,6 +552,7 @@ class TileMask:
         """0 for empty tiles, 1 for full ones, between for others, averaged to at most so many rows and columns."""
         if self.tiles.numel() == 0:
             return []
+        check_allocated(("TileMask.tiles",), (self.tiles,))
         kinds = self.tiles[batch, head]
         share = torch.where(kinds == EMPTY, 0.0, torch.where(kinds == FULL, 1.0, 0.5)).cpu()
         sides = min(most, share.shape[0]), min(most, share.shape[1])
@@ -557,7 +566,7 @@ class TileMask:
         target = torch.device(device)
         if target == self.device or (target.type == self.device.type and target.index is None):
             return self
-        tiles, bits, _ = self.parts
+        tiles, bits = self._stored
         return TileMask(tiles.to(target), bits.to(target), self.seqlen_q, self.seqlen_k, self.promises)
 
     def __and__(self, other: TileMask) -> TileMask:
@@ -567,7 +576,7 @@ class TileMask:
         return self._combined(other, torch.bitwise_or, absorbing=FULL, neutral=EMPTY)
 
     def __invert__(self) -> TileMask:
-        tiles, bits, _ = self.parts
+        tiles, bits = self._stored
         tiles = torch.where(tiles == FULL, EMPTY, torch.where(tiles == EMPTY, FULL, tiles))
         kept = tuple(name for name in self.promises if name in OF_LENGTHS)
         return TileMask(tiles, ~bits, self.seqlen_q, self.seqlen_k, kept)
@@ -581,7 +590,7 @@ class TileMask:
         if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
             expected = f"a mask of {self.seqlen_q} x {self.seqlen_k}"
             raise InvalidProblem("mask", expected, f"one of {other.seqlen_q} x {other.seqlen_k}", "Cut the longer one.")
-        (my_tiles, my_bits, _), (their_tiles, their_bits, _) = self.parts, other.parts
+        (my_tiles, my_bits), (their_tiles, their_bits) = self._stored, other._stored
         try:
             mine, theirs = torch.broadcast_tensors(my_tiles, their_tiles)
         except RuntimeError:
@@ -609,7 +618,7 @@ class TileMask:
                 raise InvalidProblem(name, expected, ends, "A mask is made longer by grow or stack.")
         (row, end_row), (key, end_key) = rows, keys
         lengths = end_row - row, end_key - key
-        tiles, bits, _ = self.parts
+        tiles, bits = self._stored
         if row % TILE == 0 and key % TILE == 0:
             m, n = slice(row // TILE, num_tiles(end_row)), slice(key // TILE, num_tiles(end_key))
             found = TileMask(tiles[:, :, m, n], bits, *lengths)
@@ -633,7 +642,7 @@ class TileMask:
         if seqlen_k < self.seqlen_k or any(size not in (1, most) for size, most in shared):
             expected = f"a shape that fits (..., new queries, {self.seqlen_k} keys or more) of {self.shape}"
             raise InvalidProblem("rows", expected, tuple(rows.shape), "Give whole rows: one bool per key.")
-        old_tiles, old_bits, _ = self.parts
+        old_tiles, old_bits = self._stored
         old = old_tiles.expand(batch, heads, -1, -1)
         more = new.expand(batch, heads, -1, -1)
         tiles = _unknown((batch, heads), (seqlen_q, seqlen_k), self.device)
@@ -676,7 +685,7 @@ class TileMask:
             seqlen_k <= self.seqlen_k or self.seqlen_k % TILE == 0
         ):
             return self
-        own, own_bits, _ = self.parts
+        own, own_bits = self._stored
         tiles = own.clone()
         for edge in (tiles[:, :, -1:], tiles[:, :, :, -1:]):
             edge.copy_(torch.where(edge == EMPTY, EMPTY, UNKNOWN))
