@@ -291,3 +291,10 @@ def test_new_tokens_of_a_left_padded_cache_that_is_not_contiguous() -> None:
     want = fa2.flash_attn_with_kvcache(q, wide[:, :8].clone(), wide[:, :8].clone(), new, new, **flags)
     found = fa2.flash_attn_with_kvcache(q, wide[:, :8], wide[:, :8].clone(), new, new, **flags)
     assert torch.equal(found, want)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drop_in", [fa2, fa3])
+def test_lengths_past_a_cache_without_a_table_ask_for_a_longer_cache(drop_in: Any) -> None:
+    kept = zeros(2, 8, 2, 16)
+    with pytest.raises(RuntimeError, match=r"cache_seqlens.* or a longer cache if there is no table"):
+        drop_in.flash_attn_with_kvcache(Q, kept, kept.clone(), cache_seqlens=int32(3, 9))

@@ -34,7 +34,8 @@ def check_values(problem: AttentionProblem, operands: Operands) -> None:
         return
     for index in np.nonzero((lengths < 0) | (lengths > problem.seqlen_k))[0].tolist():
         expected = f"lengths between 0 and max_pages * page_size = {problem.seqlen_k}"
-        fix = "Give the sequence more pages in block_table."
+        # flash-attn's caches without a table are pages here, too.
+        fix = "Give the sequence more pages in block_table, or a longer cache if there is no table."
         if lengths[index] < 0:
             fix = "A sequence without keys has length 0; its row of out is 0."
         raise InvalidProblem("seqlens_k", expected, f"{lengths[index]} at sequence {index}", fix)
