@@ -142,8 +142,7 @@ def attention(
     if unknown:
         raise validation.unexpected(attention, unknown)
     options = (
-        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, None, None,
-        return_max_logits,
+        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, return_max_logits,
     )  # fmt: skip
     return _attend("dense", (q, k, v), (bias, mask, alibi_slopes, sinks), options, seed, out)
 
@@ -205,11 +204,10 @@ def attention_varlen(
     if unknown:
         raise validation.unexpected(attention_varlen, unknown)
     options = (
-        causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k,
-        return_max_logits,
+        causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, return_max_logits,
     )  # fmt: skip
-    given = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    return _attend("varlen", given, (bias, mask, alibi_slopes, sinks), options, seed, out)
+    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k, None, None)
+    return _attend("varlen", given, (bias, mask, alibi_slopes, sinks), options, seed, out, lengths)
 
 
 @overload
@@ -290,11 +288,11 @@ def attention_paged(
     if unknown:
         raise validation.unexpected(attention_paged, unknown)
     options = (
-        causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, max_seqlen_q, None,
-        return_max_logits,
+        causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, return_max_logits,
     )  # fmt: skip
     given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
-    return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, None, out, shared_prefix)
+    lengths = calls.NO_LENGTHS if max_seqlen_q is None else (max_seqlen_q, None, None, None)
+    return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, None, out, lengths, shared_prefix)
 
 
 def _attend(
@@ -304,12 +302,13 @@ def _attend(
     given_options: tuple[Any, ...],
     seed: int | Tensor | None,
     out: Tensor | None,
+    lengths: calls.Lengths = calls.NO_LENGTHS,
     shared_prefix: Any = None,
 ) -> calls.Result:
     """Common path of the three calls: run the cached call if the signature is known, else validate and run.
 
     `given` are the first operands in the order of `Operands`, `scores` are bias, mask, alibi_slopes and sinks,
-    `given_options` are in the order of `Options`.
+    `given_options` are in the order of `Options`, without the bounds on lengths, which are `lengths`.
     """
     bias, mask, alibi_slopes, sinks = scores
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
@@ -319,27 +318,30 @@ def _attend(
     groups = None
     if mask.__class__ is TileMask:
         tensors = (*given[:MASK], None, *given[MASK + 1 :], *mask.parts)
-        about = (mask.seqlen_q, mask.seqlen_k, mask.promises)
+        about = (mask.promises,)
+        lengths = (*lengths[:2], mask.seqlen_q, mask.seqlen_k)
     if given[2].__class__ is Fp8Tensor:
         tensors, scales = validation.split_scales(tensors)
         about += scales
     if out is not None:
         tensors = (*tensors, *NOTHING[len(tensors) :], out)
-    count, slot, places = len(tensors), None, None
+    count, slot, places, sized = len(tensors), None, None, None
     if shared_prefix.__class__ is cascade.SharedPrefix:
         groups = shared_prefix[0]
         tensors += shared_prefix[1:]
     if groups is not None or shared_prefix is None:
         key = (kind, *given_options, *about)
-        slot, places = calls.slot_of(tensors, key, given_options[DROPOUT], given_options[WINDOW], seed, groups)
+        dropout, window = given_options[DROPOUT], given_options[WINDOW]
+        slot, places, sized = calls.slot_of(tensors, key, dropout, window, seed, groups, lengths)
     if slot is not None and slot.call is not None:
-        found: calls.Result = slot.call(tensors, places)
+        found: calls.Result = slot.call(tensors, places, sized, None, lengths)
         return found
-    operands, options = Operands(*given)._replace(out=out), Options(*given_options)
+    operands, options = Operands(*given)._replace(out=out), Options(*given_options, *lengths[:2])
     if slot is None and sharded.is_dtensor(operands.q):
 
         def attend(parts: Operands, options: Options) -> calls.Result:
-            return _attend(kind, parts[:7], parts[7:11], options, seed, None, shared_prefix)
+            bounds = (options.max_seqlen_q, options.max_seqlen_k, None, None)
+            return _attend(kind, parts[:7], parts[7:11], options[:-2], seed, None, bounds, shared_prefix)
 
         return sharded.attend(kind, attend, operands, options)
     operands, flags = validation.checked(kind, operands, options, seed)
@@ -414,7 +416,7 @@ def refuse_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **others: A
     none = cu_seqlens[:1]
     operands, options = _sorted((q[:0], k[:0], v[:0]), {"cu_seqlens_q": none, "cu_seqlens_k": none, **others})
     options = options._replace(causal=True, max_seqlen_q=0, max_seqlen_k=0)
-    slot, _ = calls.slot_of(operands, ("refused", *options), window=options.window)
+    slot, *_ = calls.slot_of(operands, ("refused", *options), window=options.window)
     if slot is not None and slot.is_tried:
         return
     query, key, value = validation.autocast_stand_ins(*operands[:3])

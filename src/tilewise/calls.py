@@ -14,8 +14,8 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from tilewise.memory import LOWEST, are_there
 # Bounds host memory: a cached call takes a few KiB, more with bound passes. Argument buffers for further addresses are
 # bounded for all calls together (backends/gpu/launching.py).
 MAX_CALLS, MAX_FAMILIES = 1024, 256
+# Forms of a family, and plans of a form: few are needed, since each serves many sizes.
+MAX_FORMS, MAX_PLANS = 16, 32
 # Kernels are specialised by the alignment of addresses up to this many bytes.
 ALIGNMENT = 16
 NUMBERS = (float, int, bool)
@@ -40,12 +42,16 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
 _is_deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001
 _address = Tensor.data_ptr
 
+# The bounds on lengths that a caller passes, in the order of `operands.LENGTHS`: sizes that no tensor has.
+Lengths = tuple[int | None, ...]
+NO_LENGTHS: Lengths = (None, None, None, None)
+
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 # Addresses of tensors.
 Places = tuple[int, ...]
-# Result of `slot_of`.
-Found = tuple["Slot | None", Places | None]
-NOTHING: Found = (None, None)
+# Result of `slot_of`: where the call is cached, the addresses of its tensors, and what its plan needs for their sizes.
+Found = tuple["Slot | None", Places | None, Any]
+NOTHING: Found = (None, None, None)
 
 
 class Signature:
@@ -58,10 +64,11 @@ class Signature:
     are slices of one allocation.
     """
 
-    __slots__ = ("_absent", "_check", "_count", "_distinct", "_filled", "_latent", "_offsets", "_present", "_twins")
+    __slots__ = ("_absent", "_check", "_distinct", "_filled", "_latent", "_offsets", "_present", "_twins", "count")
 
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        self._count = len(tensors)
+    def __init__(self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]] | None = None) -> None:
+        """`is_open` marks the sizes of each tensor that may differ; then strides and addresses may, too."""
+        self.count = len(tensors)
         places = [i for i, tensor in enumerate(tensors) if tensor is not None]
         absent = [i for i, tensor in enumerate(tensors) if tensor is None]
         self._absent = _picker(absent) if absent else None
@@ -71,23 +78,35 @@ class Signature:
         same = [id(tensor) for tensor in present]
         firsts = [same.index(number) for number in same]
         self._twins = [(i, j) for i, j in enumerate(firsts) if i != j]
-        self._distinct = _picker(sorted(set(firsts)))
-        distinct = self._distinct(present)
-        self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
+        distinct = sorted(set(firsts))
+        self._distinct = _picker(distinct)
+        sizes, strides = [list(present[i].shape) for i in distinct], [list(present[i].stride()) for i in distinct]
+        # None where all are open.
+        self._offsets: list[int] | None = None
+        if is_open is None:
+            self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
+        else:
+            opened = [is_open[places[i]] for i in distinct]
+            sizes = [
+                [None if free else n for n, free in zip(s, o, strict=True)] for s, o in zip(sizes, opened, strict=True)
+            ]
+            strides = [[None] * len(each) for each in strides]
         self._latent = _is_latent([tensor.data_ptr() for tensor in present])
         # Those with elements, which have an address; None if all have some, or none has.
         filled = [i for i, tensor in enumerate(present) if tensor.numel()]
         self._filled = _picker(filled) if 0 < len(filled) < len(present) else None
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
-            *distinct,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in distinct],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in distinct],
+            *[present[i] for i in distinct], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
         ).check
+
+    def present(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """The tensors that are not None, which are the same in every call."""
+        return tensors if self._absent is None else self._present(tensors)
 
     def places(self, tensors: Sequence[Any]) -> Places | None:
         """The addresses of the tensors that are not None if the signature matches, else None."""
-        if len(tensors) != self._count:
+        if len(tensors) != self.count:
             return None
         if self._absent is not None:
             for tensor in self._absent(tensors):
@@ -111,6 +130,8 @@ class Signature:
         filled = places if self._filled is None else self._filled(places)
         if min(filled) < LOWEST and not are_there(tensors, places):
             return None
+        if self._offsets is None:
+            return places
         if len(places) > 2 and (places[1] == places[2]) is not self._latent:
             return None
         return places if [place % ALIGNMENT for place in places] == self._offsets else None
@@ -132,9 +153,68 @@ class Slot:
     """
 
     groups: Any
+    # Where plans for other sizes are kept; None for calls that have none.
+    family: Family | None = None
+    lengths: Lengths = NO_LENGTHS
     call: Callable[..., Any] | None = None
     signature: Signature | None = None
     is_tried: bool = False
+
+
+class Again(NamedTuple):
+    """The sizes that the last two calls of a form had: what their plan needs is not computed once more."""
+
+    signature: Signature
+    lengths: Lengths
+    plan: Any
+    sized: Any
+
+
+class Form:
+    """Calls that differ in sizes and addresses alone, and their plans (tilewise.symbolic)."""
+
+    __slots__ = ("_again", "_last", "_plans", "_signature")
+
+    def __init__(self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]]) -> None:
+        self._signature = Signature(tensors, is_open)
+        self._plans: list[tuple[Callable[..., Any], Any]] = []
+        self._again: Again | None = None
+        self._last: Any = None
+
+    def add(self, measure: Callable[..., Any], plan: Any) -> None:
+        """A plan, and the function that computes what it needs from tensors and lengths, or None. The record that it
+        returns has a method `kept`, for sizes that come again.
+        """
+        self._plans = [(measure, plan), *self._plans[: MAX_PLANS - 1]]
+
+    def takes(self, tensors: Sequence[Any]) -> bool:
+        """Whether such a call is of this form."""
+        return self._signature.places(tensors) is not None
+
+    def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, Places, Any] | None:
+        """(plan, addresses, what the plan needs for these sizes) of a call, or None."""
+        again = self._again
+        if again is not None and again.lengths == lengths:
+            places = again.signature.places(tensors)
+            if places is not None:
+                return again.plan, places, again.sized
+        places = self._signature.places(tensors)
+        if places is None:
+            return None
+        present = self._signature.present(tensors)
+        for known in self._plans:
+            measure, plan = known
+            sized = measure(*present, *lengths)
+            if sized is not None:
+                if known is not self._plans[0]:  # the next call most often uses it, too
+                    self._plans = [known, *[other for other in self._plans if other is not known]]
+                if sized == self._last:
+                    sized = sized.kept()
+                    self._again = Again(Signature(tensors), lengths, plan, sized)
+                else:
+                    self._last = sized
+                return plan, places, sized
+        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +222,7 @@ class Family:
     """Calls with equal flags. `last` is the slot used last, which the next call most often uses too."""
 
     last: Slot | None = None
+    forms: list[Form] = field(default_factory=list)
 
 
 def are_plain(tensors: Sequence[Tensor | None]) -> bool:
@@ -189,6 +270,7 @@ def slot_of(
     window: Any = None,
     seed: Any = None,
     groups: Any = None,
+    lengths: Lengths = NO_LENGTHS,
 ) -> Found:
     """The slot of a call and the addresses of its tensors that are not None, or NOTHING for a call that is not cached.
 
@@ -211,6 +293,8 @@ def slot_of(
         # 4.0 == 4 would hit the cache, but a float must be refused.
         if window is not None and not SIDES.issuperset(map(type, window)):
             return NOTHING
+        if lengths is not NO_LENGTHS and not SIDES.issuperset(map(type, lengths)):
+            return NOTHING
         family = _family(
             torch.is_grad_enabled(),
             _is_deterministic(),
@@ -220,6 +304,7 @@ def slot_of(
             device.override(),
             # The cost rule for shared prefixes depends on the number of threads.
             None if groups is None else torch.get_num_threads(),
+            None if lengths is NO_LENGTHS else tuple([length is None for length in lengths]),
             *key,
         )
         last = family.last
@@ -227,11 +312,16 @@ def slot_of(
         # object.
         if groups is not None and (last is None or last.groups is not groups) and not _are_plain(groups):
             return NOTHING
+        if groups is None:
+            for form in family.forms:
+                found = form.find(tensors, lengths)
+                if found is not None:
+                    return found
         if last is not None and last.signature is not None and (last.groups is groups or last.groups == groups):
             places = last.signature.places(tensors)
-            if places is not None:
-                return last, places
-        return NOTHING if is_watched() else _looked_up(family, tensors, groups)
+            if places is not None and last.lengths == lengths:
+                return last, places, None
+        return NOTHING if is_watched() else _looked_up(family, tensors, groups, lengths)
     # Unhashable flags, tensors without strides or storage, or no tensors at all: validated on every call.
     except (TypeError, RuntimeError, AttributeError):
         return NOTHING
@@ -241,7 +331,7 @@ def _are_plain(groups: Any) -> bool:
     return tuple not in map(type, groups) and INTEGERS.issuperset(map(type, itertools.chain.from_iterable(groups)))
 
 
-def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Found:
+def _looked_up(family: Family, tensors: Sequence[Any], groups: Any, lengths: Lengths) -> Found:
     looks: list[Any] = []
     places: list[int] = []
     present = [tensor for tensor in tensors if tensor is not None]
@@ -256,12 +346,12 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any) -> Found:
             return NOTHING
     if not are_there(present, places):
         return NOTHING
-    slot = _slot(family, groups, _is_latent(places), *looks)
+    slot = _slot(family, groups, lengths, _is_latent(places), *looks)
     # Rebuilt where the guards reject tensors with an equal key: autocast, inference mode, or other tensors repeated.
     if slot.signature is None or slot.signature.places(tensors) is None:
         slot.signature = Signature(tensors)
     family.last = slot
-    return slot, tuple(places)
+    return slot, tuple(places), None
 
 
 def _is_cast(tensors: Sequence[Any]) -> bool:
@@ -283,9 +373,18 @@ def _family(*flags: Any) -> Family:
 
 
 @functools.lru_cache(maxsize=MAX_CALLS)
-def _slot(family: Family, groups: Any, *looks: Any) -> Slot:
-    del family, looks
-    return Slot(groups)
+def _slot(family: Family, groups: Any, lengths: Lengths, *looks: Any) -> Slot:
+    del looks
+    return Slot(groups, family if groups is None else None, lengths)
+
+
+def form_of(forms: list[Form], tensors: Sequence[Any], is_open: Sequence[Sequence[bool]]) -> Form:
+    """The form of some tensors among others; a new one if there is none."""
+    for form in forms:
+        if form.takes(tensors):
+            return form
+    forms[:] = [Form(tensors, is_open), *forms[: MAX_FORMS - 1]]
+    return forms[0]
 
 
 def forget() -> None:

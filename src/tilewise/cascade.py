@@ -254,6 +254,7 @@ def bound(
     reads = validation.reads_contents("paged", operands)
     if refusal(shared, operands, flags, devices.of(operands.q.device)) is not None:
         plain = ops.Call("paged", operands, flags, return_lse=return_lse, lasting=True)
+        plain.bind(operands)
         present = sum(tensor is not None for tensor in operands[:count])
         return functools.partial(_unshared, plain, shared.groups if reads else None, count, present)
     prefix = _direct(shared, operands, flags)
@@ -265,6 +266,7 @@ def bound(
     if attend is None:
         return None
     own = ops.Call("paged", _own(shared, operands), flags, return_lse=True, lasting=True)
+    own.bind(_own(shared, operands))
     backend, problem, _, everything = prefix
     memory = None if operands.out is None else _disjoint_memory(shared, operands, count)
     return _Shared(shared.groups, backend, problem, everything, own, attend, count, reads, return_lse, memory)
@@ -295,7 +297,7 @@ class _Shared:
         bind = self._backend.bind_after
         self._both = None if first is None else bind(first, self._attend, self._count, unread, own.problem)
 
-    def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> Any:
+    def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, *_others: Any) -> Any:
         if self._reads:
             self._check(tensors)
         if self._memory is not None:
@@ -343,6 +345,7 @@ def _unshared(
     present: int,
     tensors: Sequence[Any],
     places: tuple[int, ...] | None = None,
+    *_others: Any,
 ) -> Any:
     """A cached call whose hint is not followed; its contents are checked if the groups are passed as `read`.
 

@@ -75,7 +75,7 @@ def select(problem: AttentionProblem, device: DeviceSpec, requested: str, *, her
             f"gradients through {'int8' if problem.int8 else 'FP8'} inputs are not computed: rounding to "
             f"{problem.codes} has none. Call it under torch.no_grad(), or pass bf16 or fp16 tensors"
         )
-    return (_select if here else _select.__wrapped__)(problem, device, name, here)
+    return (_select if here and not problem.is_traced else _select.__wrapped__)(problem, device, name, here)
 
 
 def refusal(backend: Backend, problem: AttentionProblem, device: DeviceSpec) -> str | None:

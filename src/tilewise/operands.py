@@ -58,9 +58,9 @@ class Options(NamedTuple):
     deterministic: bool | Literal["batch"] | None = None
     backend: str = "auto"
     return_lse: bool = False
+    return_max_logits: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    return_max_logits: bool = False
 
 
 class Flags(NamedTuple):
@@ -90,6 +90,10 @@ class Flags(NamedTuple):
     max_logits: bool = False
     # Whether the bits of a sequence may not depend on its batch.
     batch_invariant: bool = False
+
+
+# The flags that bound lengths. They are sizes: calls that differ in them alone have the same meaning.
+LENGTHS = ("max_seqlen_q", "max_seqlen_k", "mask_seqlen_q", "mask_seqlen_k")
 
 
 class Wanted(NamedTuple):

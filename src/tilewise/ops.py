@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import batching, calls, derivatives, device, dispatch, settings, tracing, validation
-from tilewise.backends.base import Binding, Bound
+from tilewise.backends.base import Binding, Bound, Opening
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
 from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
 from tilewise.memory import check_allocated, check_there, touch
-from tilewise.operands import Flags, Gradients, Operands, Wanted
+from tilewise.operands import LENGTHS, Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
+from tilewise.symbolic import NotTraceableError, Sketch, Trace, replaced
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
@@ -32,8 +33,6 @@ _NOTHING = (None,) * _LOGITS
 # What a backward pass is given besides the operands.
 _SAVED = ("dout", "dlse", "out", "lse")
 _GIVEN = (*_SAVED, *Operands._fields)
-# Backward passes cached per call, keyed by the wanted gradients and the strides of dout and dlse. Few calls need two.
-MAX_BACKWARDS = 4
 
 Args = Sequence[Any]
 
@@ -47,10 +46,16 @@ def repeated(
     kind: Kind, operands: Operands, flags: Flags, before: Callable[[], None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attention` without dropout, cached per call signature. `before` is called between validation and computing."""
-    slot, places = calls.slot_of(operands, (kind, *flags), flags.dropout)
+    key = tuple([value for name, value in zip(Flags._fields, flags, strict=True) if name not in LENGTHS])
+    slot, places, sized = calls.slot_of(operands, (kind, *key), flags.dropout, lengths=lengths_of(flags))
     if slot is not None and slot.call is not None:
-        return cast("tuple[Tensor, Tensor]", slot.call(operands, places, before))
+        return cast("tuple[Tensor, Tensor]", slot.call(operands, places, sized, before))
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))
+
+
+def lengths_of(flags: Flags) -> calls.Lengths:
+    """The bounds on lengths among the flags."""
+    return flags.max_seqlen_q, flags.max_seqlen_k, flags.mask_seqlen_q, flags.mask_seqlen_k
 
 
 def refuse(kind: Kind, operands: Operands, flags: Flags) -> None:
@@ -85,9 +90,12 @@ def result(
     if not dual and is_plain_eager(operands):
         lasting = slot is not None and validation.lasts(kind, operands, flags)
         call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
+        sized = None
         if slot is not None and lasting:
-            slot.call = call
-        return call(operands, before=before)
+            sized = call.opened(operands, slot)
+            if sized is None:
+                slot.call = call
+        return call(operands, None, sized, before)
     if before is not None:
         refuse(kind, operands, flags)
         before()
@@ -131,7 +139,7 @@ class Call:
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_record", "_recorded", "bound",
+        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_record", "_recorded", "_trace", "bound",
         "flags", "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
@@ -141,29 +149,66 @@ class Call:
             validation.check_storage(kind, operands)
         self.problem, self._chosen = _choose(kind, operands, flags)
         self._recorded = flags.needs_grad
-        if self.problem.max_logits:
-            operands = operands._replace(max_logits=_no_logits(self.problem, operands.q.device))
         # int64 index tensors are converted before the pass; the bound pass takes int32.
         self.wide = tuple([i for i in _COUNTS if (t := operands[i]) is not None and t.dtype == torch.int64])
         # The bound forward pass, or None.
-        self.bound = self._bound_forward(Operands(*self._narrowed(operands))) if lasting else None
+        self.bound = None
+        # The record of sizes, if they are open; the problem then holds numbers of it.
+        self._trace: Trace | None = None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
         named = operands._replace(max_logits=None)
         self._disjoint = None if operands.out is None else validation.Disjoint(Operands._fields, named)
         reads = lasting and validation.reads_contents(kind, operands)
         self._contents = validation.Contents(self.problem, flags) if reads else None
-        self._backwards: tuple[_BoundBackward, ...] = ()
+        self._backwards: dict[tuple[bool, ...], list[calls.Form]] = {}
         # The Python wrapper of torch's `apply` unwraps functorch leftovers, which a lasting call never has: skip it.
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
 
+    def opened(self, operands: Operands, slot: calls.Slot) -> Any:
+        """Prepare the call for all sizes, or else for those of its first operands alone. What the plan needs for these,
+        or None if sizes are not open.
+        """
+        named = operands._replace(max_logits=None)
+        assert slot.signature is not None
+        count = slot.signature.count
+        lengths, tensors = lengths_of(self.flags), named[:count]
+        found = None
+        if slot.family is not None and operands.out is None and self._contents is None and not self.wide:
+            found = _opened(self.kind, Operands._fields[:count], tensors, self.flags, self._bound_forward)
+        if found is None:
+            self.bind(operands)
+            return None
+        self._trace, self.problem, self.bound, measure, is_open = found
+        form = calls.form_of(slot.family.forms, tensors, is_open)
+        form.add(measure, calls.Slot(None, call=self))
+        return measure(*[tensor for tensor in tensors if tensor is not None], *lengths)
+
+    def bind(self, operands: Operands) -> None:
+        """Prepare the call for operands with these sizes, strides and alignment."""
+        operands = Operands(*self._narrowed(operands))
+        if self.problem.max_logits:
+            operands = operands._replace(max_logits=_no_logits(self.problem, operands.q.device))
+        self.bound = self._bound_forward(self.problem, operands)
+
+    def problem_of(self, tensors: Sequence[Tensor | None], lengths: calls.Lengths) -> AttentionProblem:
+        """The problem of a call."""
+        if self._trace is None:
+            return self.problem
+        given = [tensor for tensor in tensors[:_LOGITS] if tensor is not None]
+        return replaced(self.problem, self._trace.values(*given, *lengths))
+
     def __call__(
-        self, tensors: Sequence[Tensor | None], places: calls.Places | None = None,
-        before: Callable[[], None] | None = None, traced: bool = False,
+        self, tensors: Sequence[Tensor | None], places: calls.Places | None = None, sized: Any = None,
+        before: Callable[[], None] | None = None, lengths: calls.Lengths | None = None, traced: bool = False,
     ) -> calls.Result:  # fmt: skip
-        """(out, lse), or out alone without `return_lse`. `places` are the addresses that `calls.slot_of` returned."""
+        """(out, lse), or out alone without `return_lse`. `places` and `sized` are what `calls.slot_of` returned,
+        `lengths` the bounds that were passed, if they are not those of the first call.
+        """
+        if lengths is None:
+            lengths = lengths_of(self.flags)
         if (tracing.profiler._is_profiler_enabled or self._nvtx) and not traced:  # noqa: SLF001
             with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, self.problem):
-                return self(tensors, places, before, True)
+                return self(tensors, places, sized, before, lengths, True)
         if self._contents is not None:
             self._contents.check(tensors)
         if self._disjoint is not None:
@@ -173,30 +218,30 @@ class Call:
         if self.wide:
             tensors, places = self._narrowed(tensors), None
         if self.problem.max_logits:
-            return self._with_logits(tensors)
+            return self._with_logits(tensors, sized, lengths)
         if self._disjoint is not None:
             return self._written(tensors, places)
         if self._recorded:
-            recorded: calls.Result = self._record(self, places, *tensors)
+            recorded: calls.Result = self._record(self, places, sized, lengths, *tensors)
             return recorded
         # The body of `forward`, inlined to save a Python call.
         bound = self.bound
-        made: Sequence[Tensor] | None = None if bound is None else bound(tensors, places)
+        made: Sequence[Tensor] | None = None if bound is None else bound(tensors, places, sized)
         if made is None:
-            made = _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
+            made = _run(self.problem_of(tensors, lengths), self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return (made[0], made[1]) if self.return_lse else made[0]
 
-    def _with_logits(self, tensors: Sequence[Tensor | None]) -> calls.Result:
+    def _with_logits(self, tensors: Sequence[Tensor | None], sized: Any, lengths: calls.Lengths) -> calls.Result:
         """The results of a call that also wants the largest score of each head."""
         q: Any = tensors[0]
         logits = _no_logits(self.problem, q.device)
         tensors = (*tensors[:_LOGITS], *_NOTHING[len(tensors) :], logits)
         if self._recorded:
-            result: Any = self._record(self, None, *tensors)
+            result: Any = self._record(self, None, sized, lengths, *tensors)
         elif self._disjoint is not None:
             result = self._written(tensors, None)
         else:
-            made = self.forward(tensors)
+            made = self.forward(tensors, None, sized, lengths)
             result = (made[0], made[1]) if self.return_lse else made[0]
         return (*result, logits) if self.return_lse else (result, logits)
 
@@ -210,86 +255,103 @@ class Call:
             return cast("Tensor", out)
         return out, made[0] if made is not None else cast("Tensor", lse)
 
-    def forward(self, tensors: Sequence[Tensor | None], places: calls.Places | None = None) -> Sequence[Tensor]:
+    def forward(
+        self, tensors: Sequence[Tensor | None], places: calls.Places | None, sized: Any, lengths: calls.Lengths
+    ) -> Sequence[Tensor]:
         """out, lse (if it is returned or recorded) and anything else the pass made; not recorded by autograd."""
-        made = None if self.bound is None else self.bound(tensors, places)
+        made = None if self.bound is None else self.bound(tensors, places, sized)
         if made is None:
-            return _run(self.problem, self._chosen, Operands(*tensors))  # type: ignore[arg-type]
+            return _run(self.problem_of(tensors, lengths), self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return made
 
     def gradients(
-        self, given: tuple[Any, ...], needs: tuple[bool, ...], traced: bool = False
+        self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths, traced: bool = False
     ) -> Sequence[Tensor | None]:
         """The gradient of each tensor that `needs` one. `given` is dout, dlse, out, lse and then the call's tensors."""
+        flags = self.flags
+        if lengths != lengths_of(flags):
+            flags = flags._replace(**dict(zip(LENGTHS, lengths, strict=True)))
         if forward_ad._current_level >= 0 and derivatives.is_dual(given):  # noqa: SLF001
             wanted = wanted_of(needs)
-            return scattered(derivatives.gradients_of_dual(self.kind, self.flags, given, wanted), wanted, len(needs))
+            return scattered(derivatives.gradients_of_dual(self.kind, flags, given, wanted), wanted, len(needs))
         # With create_graph=True the op is called, whose autograd has the second derivatives. Modes must see the op.
         by_op = torch.is_grad_enabled() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001
         watched = tracing.profiler._is_profiler_enabled or self._nvtx  # noqa: SLF001
         if watched and not traced and not by_op and calls.are_plain(given[:2]):
             with tracing.span(tracing.BACKWARD, given[4:], self._chosen.backend.name, self.problem):
-                return self.gradients(given, needs, True)
-        looked_up = self._bound_backward(given, needs) if self._lasting and not by_op else None
-        if looked_up is not None:
-            known, places = looked_up
-            made = None if known.bound is None else known.bound(given, places)
+                return self.gradients(given, needs, lengths, True)
+        plain = not by_op and calls.are_plain(given[:2]) and calls.are_stored(given[:2])
+        known = self._backward(given, needs, lengths) if self._lasting and plain else None
+        if known is not None:
+            slot, places, sized = known
+            backward_pass: _BoundBackward = slot
+            made = None if backward_pass.bound is None else backward_pass.bound(given, places, sized or None)
             if made is not None:
-                return [None if place is None else made[place] for place in known.results]
+                return [None if place is None else made[place] for place in backward_pass.results]
         dout, dlse, out, lse, *tensors = given
         wanted = wanted_of(needs)
         # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
-        if by_op or not (calls.are_plain((dout, dlse)) and calls.are_stored((dout, dlse))):
-            found = backward(At(self.kind, Operands(*tensors), self.flags), (out, lse), (dout, dlse), wanted)
+        if not plain:
+            found = backward(At(self.kind, Operands(*tensors), flags), (out, lse), (dout, dlse), wanted)
         else:
-            if looked_up is None:
+            if known is None:
                 check_there(_GIVEN, given)
-            found = _run_backward(self.problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
+            problem = self.problem_of(tensors, lengths)
+            found = _run_backward(problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
         return scattered(found, wanted, len(tensors))
 
     def _narrowed(self, tensors: Sequence[Any]) -> Sequence[Any]:
         """Every index tensor as int32. Contents were validated before the conversion."""
         return [t.to(torch.int32) if i in self.wide else t for i, t in enumerate(tensors)] if self.wide else tensors
 
-    def _bound_forward(self, operands: Operands) -> Bound | None:
+    def _bound_forward(self, problem: AttentionProblem, operands: Operands) -> Bound | None:
+        """The pass of the backend; `operands` may be those of a trace."""
         backend = self._chosen.backend
-        ready = canonical(self.problem, operands)
+        if problem.is_traced and problem.max_logits:
+            sketch = Sketch((problem.num_heads,), (1,), 0, problem.accumulate_dtype, operands.q.device, 0)
+            operands = operands._replace(max_logits=cast("Tensor", sketch))
+        ready = canonical(problem, operands)
         if not _binds(type(backend)) or _is_moved(operands, ready):
             return None
-        bound = cast("Binding", backend).bind_forward(
-            self.problem, ready, want_lse=self.return_lse or self.flags.needs_grad
-        )
+        bound = cast("Binding", backend).bind_forward(problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
         # A pass that allocates its own `out` would need a copy in every call, which the general path makes.
         return None if bound is not None and operands.out is not None and "out" in bound.made else bound
 
-    def _bound_backward(
-        self, given: tuple[Any, ...], needs: tuple[bool, ...]
-    ) -> tuple[_BoundBackward, calls.Places] | None:
-        """The bound pass for such tensors and their addresses. None for tensors that could never hit the cache: storing
-        them would only evict other entries.
-        """
-        for known in self._backwards:
-            if known.needs == needs:
-                places = known.signature.places(given)
-                if places is not None:
-                    return known, places
-        plain = calls.are_plain(given[:2]) and calls.are_stored(given[:2])
-        signature = calls.Signature(given) if plain else None
-        places = None if signature is None else signature.places(given)
-        if signature is None or places is None:
+    def _backward(
+        self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths
+    ) -> tuple[Any, calls.Places | None, Any] | None:
+        """(pass, addresses, what it needs for these sizes) of a backward."""
+        forms = self._backwards.get(needs)
+        if forms is None:
+            forms = self._backwards[needs] = []
+        for form in forms:
+            known = form.find(given, lengths)
+            if known is not None:
+                return known
+        if given[0] is None:
             return None
         check_allocated(_GIVEN, given)
-        bound = self._bind_backward(given, wanted_of(needs))
+        found = None
+        if self._trace is not None:
+            flags = self.flags._replace(**dict(zip(LENGTHS, lengths, strict=True)))
+            prepare = functools.partial(self._bound_backward, wanted_of(needs))
+            found = _opened(self.kind, _GIVEN[: len(given)], given, flags, prepare)
+        if found is not None:
+            _, _, bound, measure, is_open = found
+        else:
+            problem = self.problem_of(given[4:], lengths)
+            bound = self._bound_backward(wanted_of(needs), problem, given)
+            measure, is_open = _exactly(given, lengths), [[True] * t.dim() if t is not None else [] for t in given]
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
         results = [made.index(name) if need and name in made else None for name, need in wanted]
-        new = _BoundBackward(signature, needs, bound, (*results, *[None] * (len(needs) - len(results))))
-        self._backwards = (new, *self._backwards[: MAX_BACKWARDS - 1])
-        return new, places
+        new = _BoundBackward(bound, (*results, *[None] * (len(needs) - len(results))))
+        calls.form_of(forms, given, is_open).add(measure, new)
+        return new, None, measure(*[tensor for tensor in given if tensor is not None], *lengths)
 
-    def _bind_backward(self, given: tuple[Any, ...], wanted: Wanted) -> Bound | None:
+    def _bound_backward(self, wanted: Wanted, problem: AttentionProblem, given: Sequence[Any]) -> Bound | None:
         dout, dlse, out, lse, *tensors = given
-        backend, problem = self._chosen.backend, self.problem
+        backend = self._chosen.backend
         if not _binds(type(backend)) or dout is None:
             return None
         operands = Operands(*tensors)
@@ -303,14 +365,74 @@ class Call:
 
 
 class _BoundBackward(NamedTuple):
-    """A cached backward pass for one signature; `bound` is None if each call must take the general path. `results[i]`
-    is the index of operand i's gradient among the tensors that the pass makes.
+    """A cached backward pass; `bound` is None if each call must take the general path. `results[i]` is the index of
+    operand i's gradient among the tensors that the pass makes.
     """
 
-    signature: calls.Signature
-    needs: tuple[bool, ...]
     bound: Bound | None
     results: tuple[int | None, ...]
+
+
+class _Opened(NamedTuple):
+    """A pass that serves all sizes to which its trace applies: the record, the problem with its numbers, the pass, the
+    function that computes what it needs for other sizes, and which sizes of each tensor are open.
+    """
+
+    trace: Trace
+    problem: AttentionProblem
+    bound: Bound
+    measure: Callable[..., Any]
+    is_open: list[list[bool]]
+
+
+def _opened(
+    kind: Kind,
+    names: Sequence[str],
+    tensors: Sequence[Tensor | None],
+    flags: Flags,
+    prepare: Callable[[AttentionProblem, Any], Bound | None],
+) -> _Opened | None:
+    """What `prepare` makes of a problem and operands with numbers in place of sizes. None if it cannot. `names` and
+    `tensors` are the operands, in a backward behind those of _SAVED.
+    """
+    present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+    trace = Trace([*present, *LENGTHS])
+    is_open = [
+        [] if t is None else validation.open_sizes(kind, flags.layout, n, t.dim())
+        for n, t in zip(names, tensors, strict=True)
+    ]
+    sketches = [
+        None if t is None else Sketch.of(trace, name, t, opened)
+        for name, t, opened in zip(names, tensors, is_open, strict=True)
+    ]
+    bounds = {name: trace.leaf(name, value) for name in LENGTHS if (value := getattr(flags, name)) is not None}
+    operands = Operands(*cast("Any", sketches[names.index("q") :]))
+    try:
+        problem = validation.traced_problem(kind, operands, flags._replace(**bounds))
+        bound = prepare(problem, sketches if names[0] != "q" else operands)
+    except NotTraceableError:
+        return None
+    if bound is None or not isinstance(bound, Opening):
+        return None
+    return _Opened(trace, problem, bound, bound.open(trace), is_open)
+
+
+class _Exact(NamedTuple):
+    """Sizes of a pass that serves no others."""
+
+    def kept(self) -> None:
+        """Nothing is computed for sizes that come again."""
+
+
+def _exactly(given: Sequence[Any], lengths: calls.Lengths) -> Callable[..., Any]:
+    """A function that tells whether tensors have the signature of these, for passes whose sizes are not open."""
+    signature = calls.Signature([tensor for tensor in given if tensor is not None])
+
+    def measure(*arguments: Any) -> _Exact | None:
+        tensors, others = arguments[: -len(LENGTHS)], arguments[-len(LENGTHS) :]
+        return _Exact() if others == lengths and signature.places(tensors) is not None else None
+
+    return measure
 
 
 @functools.lru_cache(maxsize=64)
@@ -331,12 +453,14 @@ class _Recorded(torch.autograd.Function):
     """Autograd of plain eager calls: the same forward, saved tensors and backward as the registered ops."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, places: calls.Places | None, *tensors: Tensor | None) -> calls.Result:
-        made = call.forward(tensors, places)
+    def forward(
+        ctx: Any, call: Call, places: calls.Places | None, sized: Any, lengths: calls.Lengths, *tensors: Tensor | None
+    ) -> calls.Result:
+        made = call.forward(tensors, places, sized, lengths)
         out, lse = made[0], made[1]
         # Not max_logits, which the caller may change.
         ctx.save_for_backward(out, lse, *tensors[:_LOGITS])
-        ctx.call = call
+        ctx.call, ctx.lengths = call, lengths
         ctx.set_materialize_grads(False)
         return (out, lse) if call.return_lse else out
 
@@ -345,8 +469,8 @@ class _Recorded(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
-        gradients = ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[2 : 2 + _LOGITS])
-        return None, None, *gradients, *[None] * (len(needs) - 2 - _LOGITS)
+        gradients = ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[4 : 4 + _LOGITS], ctx.lengths)
+        return None, None, None, None, *gradients, *[None] * (len(needs) - 4 - _LOGITS)
 
 
 def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, dispatch.Selection]:

@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from tilewise.symbolic import Number
+
 # The contract's limits for head_dim and head_dim_v, for every backend. A latent has 64 columns more than its values.
 MAX_HEAD_DIM = 576
 MAX_HEAD_DIM_V = 512
@@ -76,6 +78,11 @@ class AttentionProblem:
         # Only fields that differ between the calls of a program: every cache hashes the problem, and all fields take
         # longer.
         return hash((self.kind, self.batch, self.seqlen_q, self.seqlen_k, self.total_q, self.num_heads, self.causal))
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether sizes are numbers of a trace (tilewise.symbolic): such a problem is no key of a cache."""
+        return self.batch.__class__ is Number
 
     @property
     def group_size(self) -> int:

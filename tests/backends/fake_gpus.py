@@ -21,7 +21,6 @@ from tilewise import device as devices
 
 CACHES = {
     "gpu.compilation": ("_compiled",),
-    "gpu.launching": ("_order",),
     "triton.launch": ("_kept_forward", "_kept_backward"),
     "triton.prefix": ("prefix_pass",),
     "gpu.counters": ("counters_of",),

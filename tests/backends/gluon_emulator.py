@@ -117,12 +117,12 @@ class EmulatedLaunch:
 
     def __init__(self, call: Any, *device: Any) -> None:
         del device
-        self.call = call
+        self.call, self.measured = call, (call.grid, ())
 
-    def start(self, stream: int, tensors: dict[str, Tensor]) -> None:
+    def start(self, stream: int, tensors: dict[str, Tensor], call: Any) -> None:
         del stream
         materialised = importlib.import_module(f"{SHARED}.symbols").materialised
-        self.call.kernel[self.call.grid](*(materialised(argument, tensors) for argument in self.call.ordered))
+        call.kernel[call.grid](*(materialised(argument, tensors) for argument in call.ordered))
 
 
 MODE = types.SimpleNamespace(late_loads=False)
@@ -475,7 +475,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon": {"language": types.SimpleNamespace(**LANGUAGE)},
     "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
-    f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Filled": tuple, "queued": len},
+    f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Filled": tuple, "Measured": tuple, "queued": len},
     f"{SHARED}.releases": {
         "aggregate": dataclasses.dataclass,
         "async_load": load_box,

@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
+from tilewise.symbolic import Trace
 
 
 class TileShape(NamedTuple):
@@ -136,10 +137,21 @@ class Bound(Protocol):
         """The names of the results."""
 
     def __call__(
-        self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, /
+        self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, sized: Any = None, /
     ) -> list[Tensor] | None:
         """The results in the caller's layout, possibly followed by internal tensors. None if this call must take the
-        general path. `places` are the addresses of the tensors that are not None, if they are known.
+        general path. `places` are the addresses of the tensors that are not None, if they are known; `sized` is what
+        `Opening.open` computed for them.
+        """
+
+
+@runtime_checkable
+class Opening(Bound, Protocol):
+    """A pass that was prepared with numbers in place of sizes and may serve others (see tilewise.symbolic)."""
+
+    def open(self, trace: Trace) -> Callable[..., Any]:
+        """A function of the tensors that are not None and the bounds on lengths. It returns what the pass needs for
+        their sizes, a record with a method `kept`, or None if they need another pass.
         """
 
 

@@ -38,7 +38,7 @@ from tilewise.validation.flags import (
 from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import split_scales, unwrapped
 from tilewise.validation.results import Disjoint, check_out, check_result
-from tilewise.validation.tensors import FLOATS, TILE_MASK, TensorSpec, describe, public_names
+from tilewise.validation.tensors import FLOATS, TILE_MASK, TensorSpec, describe, open_sizes, public_names
 from tilewise.validation.values import check_values, longest_sequences, pages_in_use
 
 __all__ = [
@@ -60,10 +60,12 @@ __all__ = [
     "is_latent",
     "lasts",
     "normalise",
+    "open_sizes",
     "problem_of",
     "reads_contents",
     "require_tensors",
     "split_scales",
+    "traced_problem",
     "unexpected",
 ]
 
@@ -155,6 +157,15 @@ def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem
     problem = _describe(kind, specs, longest_sequences(operands, flags), latent)
     check_values(problem, operands)
     return problem
+
+
+def traced_problem(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
+    """The problem of operands without memory, for calls that read no contents."""
+    problem = describe(kind, operands, flags)
+    k, v = operands.k, operands.v
+    narrower = v.shape[-1] < k.shape[-1] and k.dtype == v.dtype
+    latent = narrower and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.shape[:-1] == v.shape[:-1]
+    return dataclasses.replace(problem, latent=True) if latent else problem
 
 
 def check_storage(kind: Kind, operands: Operands) -> None:

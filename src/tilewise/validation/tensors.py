@@ -16,6 +16,7 @@ import torch
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V, MAX_SEQLEN, AttentionProblem, Kind, Layout
+from tilewise.symbolic import is_integer
 from tilewise.tiles import num_tiles
 from tilewise.units import counted
 
@@ -109,6 +110,16 @@ class TensorSpec(NamedTuple):
 
 
 Specs = dict[str, TensorSpec]
+
+# Dimensions that kernels are compiled for. The others are sizes, which change from call to call.
+COMPILED = ("num_heads", "num_kv_heads", "head_dim", "head_dim_v", "page_size")
+
+
+def open_sizes(kind: Kind, layout: str, name: str, rank: int) -> list[bool]:
+    """Which sizes of an operand, of `dout` or of a statistic of rows may differ between calls of one meaning."""
+    shapes = SHAPES[f"dense {layout}" if kind == "dense" else kind]
+    dims = shapes.get("out" if name == "dout" else name, "").split() or ["any"] * rank
+    return [dim not in COMPILED for dim in dims]
 
 
 def describe(kind: Kind, operands: Sequence[TensorSpec | torch.Tensor | None], flags: Flags) -> AttentionProblem:
@@ -302,7 +313,7 @@ def _check_lengths(kind: Kind, lengths: dict[str, int]) -> None:
     """Lengths must fit int32 positions. Symbolic lengths are checked when the op runs."""
     counted = {"dense": (), "varlen": ("total_q", "total_k"), "paged": ("total_q",)}[kind]
     for name in (*counted, "seqlen_q", "seqlen_k"):
-        if isinstance(lengths[name], int) and lengths[name] > MAX_SEQLEN:
+        if is_integer(lengths[name]) and lengths[name] > MAX_SEQLEN:
             fix = "Rows are counted in 32 bits: attend to parts of the keys and join the results with tilewise.merge."
             raise InvalidProblem(name, f"at most {MAX_SEQLEN}", lengths[name], fix)
 
@@ -350,7 +361,7 @@ def _check_tiles(specs: Specs, scores: tuple[int, int, int, int], flags: Flags) 
 
 def _broadcasts(size: int | torch.SymInt, full: int) -> bool:
     # In this order an unbacked SymInt is compared with nothing but itself.
-    return size in ((1, full) if isinstance(size, int) else (full, 1))
+    return size in ((1, full) if is_integer(size) else (full, 1))
 
 
 def _check_per_head(specs: Specs, batch: int, num_heads: int) -> None:

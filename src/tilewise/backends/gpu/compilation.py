@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, KernelCall, Multiple, Tile
 from tilewise.device import DeviceSpec
+from tilewise.symbolic import Number, fixed, is_integer
 
 TYPE_NAMES = {
     torch.float16: "fp16",
@@ -62,7 +63,7 @@ def typed(call: KernelCall) -> tuple[Types, list[Any]]:
     signature: list[Any] = []
     for i, (parameter, argument) in enumerate(zip(call.kernel.params, call.ordered, strict=True)):
         if parameter.is_constexpr:
-            found.constants.append(((i,), argument))
+            found.constants.append(((i,), fixed(argument)))
             signature.append(CONSTANT)
         else:
             signature.append(_kind(argument, (i,), found))
@@ -80,17 +81,17 @@ class _Found(NamedTuple):
 def _kind(argument: Any, path: Path, found: _Found) -> Any:
     """The type of an argument, or of a tuple's elements."""
     kind = argument.__class__
-    if kind is int:
+    if kind is int or (kind is Number and is_integer(argument)):
         found.passed.append(argument)
         return "i32" if -WIDE <= argument < WIDE else "i64"
     if argument is None or kind is Fixed:
-        found.constants.append((path, None if argument is None else argument.value))
+        found.constants.append((path, None if argument is None else fixed(argument.value)))
         return CONSTANT
     if isinstance(argument, tuple):
         kinds = [_kind(element, (*path, i), found) for i, element in enumerate(argument)]
         return kind(*kinds) if hasattr(argument, "_fields") else tuple(kinds)
     if kind is Multiple:
-        found.divisors.append((path, argument.of))
+        found.divisors.append((path, fixed(argument.of)))
     elif kind is Address and argument.aligned:
         found.divisors.append((path, ALIGNMENT))
     found.passed.append(argument)
@@ -100,7 +101,7 @@ def _kind(argument: Any, path: Path, found: _Found) -> Any:
 def type_name(argument: Any) -> str:
     """The type of one argument as the compiler spells it."""
     kind = argument.__class__
-    if isinstance(argument, float):
+    if isinstance(argument, float) or (kind is Number and not is_integer(argument)):
         return "fp32"
     if kind is Address:
         return POINTERS[argument.dtype]

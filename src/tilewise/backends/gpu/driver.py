@@ -46,15 +46,13 @@ ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,\[]*(?:\[(\d+)\])?")
 # CUtensorMap: its size and alignment, the driver's codes of element types, and the constants it is encoded with.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
+# Bytes of the numbers that a map of the highest rank, 5, is encoded from.
+MAP_ROOM = 9 * WORD + 10 * 4
 ELEMENTS = {
     torch.uint8: 0, torch.int8: 0, torch.float8_e4m3fn: 0, torch.uint16: 1, torch.int32: 3, torch.int64: 5,
     torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
 NO_INTERLEAVING, PROMOTE_128_BYTES, FILL_ZEROS = 0, 2, 0
-# Arguments of cuTensorMapEncodeTiled: map, element, rank, address, shape, strides, box, steps, and four constants.
-ENCODE_TYPES = (
-    ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4,
-)  # fmt: skip
 # Drivers up to this version set a bit in the maps of tensors below 128 KiB that must be cleared.
 LAST_WITH_SMALL_BIT, SMALL_BYTES, SMALL_BIT = 13010, 128 << 10, 1 << 21
 # Older drivers cannot capture a launch that overlaps the one before it in a CUDA graph.
@@ -63,12 +61,25 @@ FIRST_TO_CAPTURE_OVERLAPS = 12030
 
 class Filled(NamedTuple):
     """A launch that is ready to go: the driver's function, which returns 0 on success, and its arguments. `memory` owns
-    what the arguments point to.
+    what the arguments point to. `begin` is its address, `pointers` are those to the kernel's parameters and `maps`
+    encode its tensor maps.
     """
 
     function: Callable[..., int]
     arguments: tuple[Any, ...]
     memory: Any
+    begin: int
+    pointers: list[int]
+    maps: list[TensorMap]
+
+
+class Measured(NamedTuple):
+    """What a launch needs besides addresses, for certain sizes: the grid, and the kernel's parameters in order, in
+    which a pointer is the offset from its tensor's address.
+    """
+
+    grid: tuple[int, int, int]
+    values: tuple[int | float, ...]
 
 
 def launch_path() -> str:
@@ -79,52 +90,62 @@ def launch_path() -> str:
 
 
 @functools.cache
-def _entry(name: str, *types: Any) -> Callable[..., int] | None:
+def _entry(name: str) -> Callable[..., int] | None:
     """A function of the driver, which releases the GIL while it runs; None if the driver's library has another name
     (Triton searches further) or is too old.
     """
     try:
-        function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int, *types)((name, ctypes.CDLL(LIBRARY)))
+        function: Callable[..., int] = ctypes.CFUNCTYPE(ctypes.c_int)((name, ctypes.CDLL(LIBRARY)))
     except (OSError, AttributeError):
         return None
     return function
 
 
 class TensorMap:
-    """A tensor map without its address: the box is what one copy moves."""
+    """Encodes the map of a tile in the memory of a launch, from sizes and an address. The box is what one copy moves.
 
-    __slots__ = ("_encode", "_head", "_is_small", "_numbers", "_tail", "_tile")
+    `at` is the position of the tile among the parameters of the kernel, where its shape and strides follow. All
+    arguments of the driver's function but the tensor's address are converted once, which takes most of a call's time.
+    """
 
-    def __init__(self, tile: Tile, meta: Any) -> None:
-        """From a tile and the compiler's description of it. The driver lists dimensions from last to first."""
-        dtype, rank = tile.address.dtype, len(tile.shape)
-        item = dtype.itemsize
-        last = sum([(size - 1) * stride for size, stride in zip(tile.shape, tile.strides, strict=True)])
-        self._is_small = last * item + 1 < SMALL_BYTES
-        strides = [item * stride for stride in tile.strides[-2::-1]]
-        self._tile, self._head = tile, (ELEMENTS[dtype], rank)
+    __slots__ = ("_after", "_at", "_before", "_encode", "_item", "_memory", "_numbers", "_rank", "_room", "_word")
+
+    def __init__(self, at: int, tile: Tile, meta: Any, memory: Any, place: int, room: int) -> None:
+        """From a tile and the compiler's description of it. The map lies at address `place`; MAP_ROOM bytes of `memory`
+        from `room` on are its own. The driver lists dimensions from last to first.
+        """
+        dtype, rank, begin = tile.address.dtype, len(tile.shape), ctypes.addressof(memory)
+        self._at, self._rank, self._item, self._memory, self._room = at, rank, dtype.itemsize, memory, room
         # Shape and strides in words, then box and steps in half words.
-        packed = struct.pack(
-            f"{2 * rank - 1}Q{2 * rank}I", *tile.shape[::-1], *strides, *meta["block_size"][::-1], *[1] * rank
-        )
-        self._numbers = ctypes.create_string_buffer(packed, len(packed))
-        begin = ctypes.addressof(self._numbers)
-        box = begin + WORD * (2 * rank - 1)
-        places = (begin, begin + WORD * rank, box, box + WORD // 2 * rank)
-        self._tail = (*places, NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
-        self._encode = _entry("cuTensorMapEncodeTiled", *ENCODE_TYPES)
+        self._numbers = struct.Struct(f"<{2 * rank - 1}Q")
+        box = room + self._numbers.size
+        struct.pack_into(f"<{2 * rank}I", memory, box, *meta["block_size"][::-1], *[1] * rank)
+        places = (begin + room, begin + room + WORD * rank, begin + box, begin + box + WORD // 2 * rank)
+        kinds = (NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
+        self._before = (POINTER_ARGUMENT(place), ctypes.c_int(ELEMENTS[dtype]), ctypes.c_uint32(rank))
+        self._after = (*map(POINTER_ARGUMENT, places), *map(ctypes.c_int, kinds))
+        self._word = ctypes.c_uint64.from_address(place + WORD)
+        encode = _entry("cuTensorMapEncodeTiled")
+        assert encode is not None
+        self._encode = encode
 
-    def write(self, place: int, address: int) -> None:
-        """Write the map of a tensor at `address` to `place`, a multiple of MAP_ALIGNMENT."""
-        assert self._encode is not None
-        error = self._encode(place, *self._head, address, *self._tail)
+    def write(self, values: Sequence[Any]) -> None:
+        """Encode the map; the address of the tensor is `values[at]`."""
+        at, rank, item = self._at, self._rank, self._item
+        shape, strides = values[at + rank : at : -1], values[at + 2 * rank - 1 : at + rank : -1]
+        self._numbers.pack_into(self._memory, self._room, *shape, *[item * stride for stride in strides])
+        error = self._encode(*self._before, POINTER_ARGUMENT(values[at]), *self._after)
         if error:
-            tile = self._tile
-            what = f"shape {tile.shape}, strides {tile.strides} and box {tile.block}"
-            raise RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address} with {what}")
-        if self._is_small and _driver_version() <= LAST_WITH_SMALL_BIT:
-            word = ctypes.c_uint64.from_address(place + WORD)
-            word.value &= ~SMALL_BIT
+            what = f"shape {tuple(shape[::-1])} and strides {tuple(strides[::-1])}"
+            raise RuntimeError(
+                f"the CUDA driver made no tensor map (error {error}) at address {values[at]} with {what}"
+            )
+        if _driver_version() <= LAST_WITH_SMALL_BIT:
+            last = shape[0] - 1  # the elements of the last dimension are adjacent
+            for size, stride in zip(shape[1:], strides, strict=True):
+                last += (size - 1) * stride
+            if last * item + 1 < SMALL_BYTES:
+                self._word.value &= ~SMALL_BIT
 
 
 @functools.cache
@@ -136,21 +157,22 @@ def _driver_version() -> int:
 
 
 class Launch:
-    """One kernel call on one device, complete except for stream and addresses; immutable.
+    """One kernel call on one device, complete except for stream, sizes and addresses; immutable.
 
     `compiled` is None for Triton's interpreter. `is_direct`: the driver can launch it (`filled`); otherwise Triton's
-    own path does (`start`).
+    own path does (`start`). `measured` may hold numbers of a trace.
     """
 
     __slots__ = (
-        "__weakref__", "_addresses", "_config", "_function", "_layout", "_maps", "_size", "_values", "call", "compiled",
-        "is_direct",
+        "__weakref__", "_addresses", "_config", "_function", "_layout", "_tiles", "call", "compiled", "is_direct",
+        "measured",
     )  # fmt: skip
 
     def __init__(self, call: KernelCall, device: DeviceSpec | None, index: int) -> None:
         """For device `index`, which is current; a device that is None stands for Triton's interpreter."""
         self.call, self.is_direct = call, False
         self.compiled: Any = None
+        self.measured = Measured(call.grid, ())
         _alive().add(self)
         if device is None:
             return
@@ -162,52 +184,72 @@ class Launch:
         self.is_direct = True
         _ = compiled.run  # loads the binary on the current device
         self._layout, self._function = layout, POINTER_ARGUMENT(compiled.function)
-        self._config = (*call.grid, WARP * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
-        self._values: list[int | float] = []
-        self._addresses: list[tuple[int, str, int]] = []
-        self._maps: list[tuple[int, str, int, TensorMap]] = []
-        metas, values = iter(_descriptions(compiled)), self._values
+        self._config = (WARP * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
+        values: list[Any] = []
+        # Positions of pointers among the values, and their tensors.
+        self._addresses: list[tuple[int, str]] = []
+        self._tiles: list[tuple[int, Tile, Any]] = []
+        metas = iter(_descriptions(compiled))
         for value in passed:
             kind = value.__class__
             if kind is Tile:
-                address = value.address
-                self._maps.append((len(values), address.name, address.offset, TensorMap(value, next(metas))))
-                values += (0, *value.shape, *value.strides)
+                self._tiles.append((len(values), value, next(metas)))
+                self._addresses.append((len(values), value.address.name))
+                values += (value.address.offset, *value.shape, *value.strides)
             elif kind is Address:
-                self._addresses.append((len(values), value.name, value.offset))
-                values.append(0)
+                self._addresses.append((len(values), value.name))
+                values.append(value.offset)
             else:
                 values.append(value.value if kind is Multiple else value)
-        self._size = layout.size + MAP_BYTES * len(self._maps) + MAP_ALIGNMENT
+        self.measured = Measured(call.grid, tuple(values))
 
-    def filled(self, stream: int, addresses: Mapping[str, int]) -> Filled:
-        """The launch on a stream, with tensors at these addresses."""
-        values = self._values.copy()
-        for at, name, offset in self._addresses:
-            values[at] = addresses[name] + offset
-        memory = ctypes.create_string_buffer(self._size)  # parameters, then tensor maps
-        begin = ctypes.addressof(memory)
-        first = begin + WORD * (len(values) + NUM_SCRATCH)
-        scratch = first + WORD * len(values)
-        pointers = [*range(first, scratch, WORD), scratch, scratch]
-        place = -(-(begin + self._layout.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-        for at, name, offset, tensor_map in self._maps:
-            tensor_map.write(place, addresses[name] + offset)
-            pointers[at] = place
-            place += MAP_BYTES
-        config = scratch + WORD
+    def filled(
+        self, stream: int, addresses: Mapping[str, int], measured: Measured, used: Filled | None = None
+    ) -> Filled:
+        """The launch on a stream, with these sizes and with tensors at these addresses; in the memory of an earlier
+        one that is not needed any more, or in new memory.
+        """
+        values = list(measured.values)
+        for at, name in self._addresses:
+            values[at] += addresses[name]
+        if used is None:
+            used = self._new(len(values))
+        for tensor_map in used.maps:
+            tensor_map.write(values)
+        config = used.begin + WORD * (2 * len(values) + NUM_SCRATCH + 1)
         overlaps = self.call.overlaps and _driver_version() >= FIRST_TO_CAPTURE_OVERLAPS
         attributes = (config + struct.calcsize(CONFIG), 1) if overlaps else (0, 0)
-        self._layout.pack_into(memory, 0, *pointers, *values, 0, *self._config, stream, *attributes, *OVERLAPS)
+        self._layout.pack_into(
+            used.memory, 0, *used.pointers, *values, 0, *measured.grid, *self._config, stream, *attributes, *OVERLAPS
+        )
+        return used
+
+    def _new(self, count: int) -> Filled:
+        """Memory for a launch with so many parameters: pointers to these, parameters, configuration, tensor maps, and
+        what these are encoded from.
+        """
+        maps_size = MAP_BYTES * len(self._tiles) + MAP_ALIGNMENT
+        memory = ctypes.create_string_buffer(self._layout.size + maps_size + MAP_ROOM * len(self._tiles))
+        begin = ctypes.addressof(memory)
+        first = begin + WORD * (count + NUM_SCRATCH)
+        scratch = first + WORD * count
+        pointers = [*range(first, scratch, WORD), scratch, scratch]
+        place = -(-(begin + self._layout.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+        maps, room = [], self._layout.size + maps_size
+        for at, tile, meta in self._tiles:
+            maps.append(TensorMap(at, tile, meta, memory, place, room))
+            pointers[at] = place
+            place, room = place + MAP_BYTES, room + MAP_ROOM
         function = _entry("cuLaunchKernelEx")
         assert function is not None
         # Configuration, kernel, pointers to parameters, no extra options.
-        arguments = (POINTER_ARGUMENT(config), self._function, POINTER_ARGUMENT(begin), NULL_ARGUMENT)
-        return Filled(function, arguments, memory)
+        arguments = (POINTER_ARGUMENT(scratch + WORD), self._function, POINTER_ARGUMENT(begin), NULL_ARGUMENT)
+        return Filled(function, arguments, memory, begin, pointers, maps)
 
-    def start(self, stream: int, tensors: Mapping[str, Tensor]) -> None:
-        """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel."""
-        call = self.call
+    def start(self, stream: int, tensors: Mapping[str, Tensor], call: KernelCall) -> None:
+        """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel. `call` is that
+        of the launch, with the sizes of these tensors.
+        """
         arguments = {name: materialised(call.arguments[name], tensors) for name in call.kernel.arg_names}
         if self.compiled is None:
             call.kernel[call.grid](**arguments, **call.options)
@@ -242,7 +284,7 @@ def _layout(compiled: Any, signature: tuple[Any, ...]) -> struct.Struct | None:
     tiles = [kind for kind in kinds if kind.startswith(TILE)]
     wants_more = about.global_scratch_size or about.profile_scratch_size or about.launch_cooperative_grid
     is_described = len(metas) == len(tiles) and all(meta.keys() >= {"block_size", "swizzle"} for meta in metas)
-    is_open = None not in (_entry("cuLaunchKernelEx"), _entry("cuTensorMapEncodeTiled", *ENCODE_TYPES))
+    is_open = None not in (_entry("cuLaunchKernelEx"), _entry("cuTensorMapEncodeTiled"))
     alone = about.num_ctas == 1 and not wants_more
     if not (is_open and alone and is_described and _has_parameters(compiled.asm["ptx"], kinds)):
         return None
@@ -273,8 +315,8 @@ def queued(filled: Iterable[Filled]) -> int:
     done = 0
     if (before is not None and getattr(before, "calls", True)) or (after is not None and getattr(after, "calls", True)):
         return done
-    for function, arguments, _ in filled:
-        if function(*arguments):
+    for launch in filled:
+        if launch[0](*launch[1]):
             break
         done += 1
     return done

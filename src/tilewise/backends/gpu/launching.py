@@ -18,17 +18,18 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu.counters import counters_of
-from tilewise.backends.gpu.driver import Filled, Launch, queued
+from tilewise.backends.gpu.driver import Filled, Launch, Measured, queued
 from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, aligned_names
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
+from tilewise.symbolic import Trace, code, replaced
 
 # Passes that a backend caches, one for each combination of problem, strides and alignment: about 20 KiB each.
 MAX_PASSES = 512
-# Laid-out launches that all passes together cache, one for each set of addresses: at most 50 MiB. A caching allocator
-# hands out the same addresses again and again, in training one set for every layer.
-MAX_FILLED = 8192
+# Laid-out launches that are cached for the same sizes, one for each set of addresses: some 2 KiB each. A caching
+# allocator hands out the same addresses again and again, in training one set for every layer.
+MAX_FILLED = 128
 # Alignment of tensors that share a block, about that of a caching allocator; and the name of the block.
 STEP, BLOCK = 256, "block"
 # The operands that are read, and the order of the tensors that a backward pass is given.
@@ -115,6 +116,24 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+class Sized(NamedTuple):
+    """What a pass needs besides addresses, for certain sizes.
+
+    `made` are the tensors that it allocates, (shape, strides, dtype); `begins` where parts of the shared block begin;
+    `filled` the launches by stream and addresses, None for sizes that were met only once.
+    """
+
+    made: tuple[Any, ...]
+    begins: tuple[int, ...]
+    num_counters: int
+    launches: tuple[Measured, ...]
+    filled: dict[tuple[int, ...], Sequence[Filled]] | None
+
+    def kept(self) -> Sized:
+        """The same for sizes that come again: launches are cached."""
+        return self._replace(filled={})
+
+
 class Pass:
     """The kernels of a call in order. Calling it with the tensors allocates the results and launches the kernels.
 
@@ -123,12 +142,12 @@ class Pass:
     every allocation costs host time. Those in `copied` the kernels cannot address: a contiguous copy of this dtype is
     made first, of a canonical tensor. Kernels find at least `num_counters` zeros in the tensor "counter".
 
-    Immutable except for the cache of launches by stream and addresses, to which any thread may add.
+    Sizes may be numbers of a trace: after `open` the pass serves other sizes too, which `sized` computes.
     """
 
     __slots__ = (
-        "_aligned", "_allocate", "_counters", "_filled", "_given", "_index", "_is_direct", "_launches", "_made",
-        "_parts", "allocations", "captured", "copied", "device", "made", "num_counters",
+        "_aligned", "_allocate", "_counters", "_given", "_index", "_is_direct", "_launches", "_names", "_parts", "_sized",
+        "_spare", "_trace", "allocations", "captured", "copied", "device", "made", "num_counters",
     )  # fmt: skip
 
     def __init__(
@@ -154,15 +173,25 @@ class Pass:
                 self._parts[name] = (size, allocation)
                 size += -(-math.prod(allocation.shape) * allocation.dtype.itemsize // STEP) * STEP
         block = [Allocation((size,), (1,), torch.uint8)] if self._parts else []
-        self._made = [*[self.allocations[name] for name in self.made], *block]
         # The function that inductor's code calls: it skips the dispatcher and takes half of new_empty_strided's time.
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
-        self._counters = counters_of(index) if num_counters else None
+        self._counters = counters_of(index) if num_counters.__class__ is not int or num_counters else None
+        # The names of a call's tensors and of those that it makes, in the order of their addresses.
+        self._names: list[str] | None = None
         self._launches = _prepared([call for call in calls if 0 not in call.grid], device, index)
         self._aligned = set[str]().union(*[aligned_names(call.arguments.values()) for call in self.calls])
         self._is_direct = all(launch.is_direct for launch in self._launches)
-        self._filled: dict[tuple[int, ...], Sequence[Filled]] = {}
+        self._sized = Sized(
+            tuple(tuple(a) for a in [*[self.allocations[name] for name in self.made], *block]),
+            tuple(begin for begin, _ in self._parts.values()),
+            num_counters,
+            tuple(launch.measured for launch in self._launches),
+            {},
+        )
+        # Launches whose memory later ones may use.
+        self._spare: deque[Sequence[Filled]] = deque()
+        self._trace: Trace | None = None
         # A pass that CUDA graphs capture instead, if any: kernels chosen without regard to host time.
         self.captured: Pass | None = None
 
@@ -171,17 +200,31 @@ class Pass:
         """Its kernels, in order."""
         return [launch.call for launch in self._launches]
 
-    def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> list[Tensor] | None:
+    def open(self, trace: Trace) -> Callable[..., Sized | None]:
+        """From now on the pass serves all sizes to which its trace applies. Returns the function that computes what it
+        needs for given tensors (those that are not None), or None where it does not apply.
+        """
+        self._trace = trace
+        return trace.function(
+            [f"return {code(self._sized._replace(filled=None))}"],
+            self._sized[:4],
+            {"Sized": Sized, "Measured": Measured, "torch": torch},
+        )
+
+    def __call__(
+        self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, sized: Sized | None = None
+    ) -> list[Tensor] | None:
         """The allocated tensors in the order of `made`, followed by workspace that is not the caller's; None if an
         address lacks the alignment that the kernels need.
 
-        `places`: the addresses of the tensors that are not None, if the caller knows them.
+        `places`: the addresses of the tensors that are not None, if the caller knows them. `sized`: what `open`'s
+        function returned for these tensors.
         """
         index, stream, allocate = self._index, 0, self._allocate
         if index >= 0:
             if index != torch._C._cuda_getDevice():  # noqa: SLF001  (a guard takes microseconds)
                 with torch.cuda.device(index):
-                    return self(tensors, places)
+                    return self(tensors, places, sized)
             stream = torch._C._cuda_getCurrentRawStream(index)  # noqa: SLF001
             if self.captured is not None and torch._C._cuda_isCurrentStreamCapturing():  # noqa: SLF001
                 return self.captured(tensors, places)
@@ -189,28 +232,57 @@ class Pass:
             tensors, places = self._copies(tensors), None
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-        made = [allocate(shape, strides, dtype) for shape, strides, dtype in self._made]
-        used = made if self._counters is None else [*made, self._counters.current(self.num_counters, stream)]
-        places = (stream, *places, *[tensor.data_ptr() for tensor in used])
-        filled = self._filled.get(places)
+        sizes, begins, num_counters, launches, known = self._sized if sized is None else sized
+        made = [allocate(shape, strides, dtype) for shape, strides, dtype in sizes]
+        used = made if self._counters is None else [*made, self._counters.current(num_counters, stream)]
+        key = (stream, *places, *[tensor.data_ptr() for tensor in used])
+        filled = None if known is None else known.get(key)
         if filled is None:
-            addresses = dict(zip(self._names(tensors), places[1:], strict=True))
-            for name, (begin, _) in self._parts.items():
+            addresses = dict(zip(self._named(tensors), key[1:], strict=True))
+            for name, begin in zip(self._parts, begins, strict=True):
                 addresses[name] = addresses[BLOCK] + begin
             for name in self._aligned:
                 if addresses[name] % ALIGNMENT:
                     return None
-            filled = [launch.filled(stream, addresses) for launch in self._launches] if self._is_direct else []
-            _remember(self._filled, places, filled)
+            filled = []
+            if self._is_direct:
+                spare = self._spare.pop() if known is None and self._spare else None
+                old = spare or [None] * len(launches)
+                filled = [
+                    launch.filled(stream, addresses, measured, memory)
+                    for launch, measured, memory in zip(self._launches, launches, old, strict=True)
+                ]
+            if known is not None:
+                known[key] = filled
+                if len(known) > MAX_FILLED:
+                    known.pop(next(iter(known)), None)
         done = queued(filled)
         if done < len(self._launches):  # the driver refused the others, or hooks must see them
-            named = self._named(tensors, used)
-            for name, (begin, (shape, strides, dtype)) in self._parts.items():
-                end = begin + math.prod(shape) * dtype.itemsize
-                named[name] = named[BLOCK][begin:end].view(dtype).as_strided(shape, strides)
-            for launch in self._launches[done:]:
-                launch.start(stream, named)
+            self._start(done, stream, tensors, used)
+        elif known is None:
+            self._spare.append(filled)
         return made
+
+    def _start(self, done: int, stream: int, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> None:
+        """Launch the kernels from number `done` on by Triton's own path."""
+        given = [tensor for tensor in tensors if tensor is not None]
+        calls, parts = self.calls[done:], self._parts
+        if self._trace is not None:
+            calls, parts = replaced((calls, parts), self._trace.values(given))
+        named = dict(zip(self._named(tensors), [*given, *used], strict=True))
+        for name, (begin, (shape, strides, dtype)) in parts.items():
+            end = begin + math.prod(shape) * dtype.itemsize
+            named[name] = named[BLOCK][begin:end].view(dtype).as_strided(shape, strides)
+        for launch, call in zip(self._launches[done:], calls, strict=True):
+            launch.start(stream, named, call)
+
+    def _named(self, tensors: Sequence[Tensor | None]) -> list[str]:
+        """The names of a call's tensors, which are the same in every call, then of those that it makes."""
+        if self._names is None:
+            given = [name for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None]
+            block, counter = [BLOCK] if self._parts else [], [] if self._counters is None else ["counter"]
+            self._names = [*given, *self.made, *block, *counter]
+        return self._names
 
     def run(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """The allocated tensors by name; the pass must have been prepared for the alignment of these tensors."""
@@ -224,16 +296,6 @@ class Pass:
             t if t is None or name not in self.copied else t.to(self.copied[name], copy=True, memory_format=whole)
             for name, t in names
         ]
-
-    def _named(self, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> dict[str, Tensor]:
-        """All tensors of a call by name: given, allocated, the shared block, and the counters."""
-        given = [tensor for tensor in tensors if tensor is not None]
-        return dict(zip(self._names(tensors), [*given, *used], strict=True))
-
-    def _names(self, tensors: Sequence[Tensor | None]) -> list[str]:
-        """The names of a call's tensors, in the order of `_named`."""
-        given = [name for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None]
-        return [*given, *self.made, *([BLOCK] if self._parts else []), *([] if self._counters is None else ["counter"])]
 
     def followed_by(
         self,
@@ -253,6 +315,8 @@ def bound_to(
     prepare: Callable[..., Pass], problem: AttentionProblem, tensors: Sequence[Tensor | None], q: Tensor, *wish: Any
 ) -> Pass:
     """The cached pass of a problem for tensors with these strides, alignment and device. See the `*_pass` functions."""
+    # A problem with numbers of a trace is no key.
+    prepare = getattr(prepare, "__wrapped__", prepare) if problem.is_traced else prepare
     return prepare(problem, devices.of(q.device), q.get_device(), raw_views(tensors), *wish)
 
 
@@ -300,19 +364,3 @@ def _prepared(calls: Iterable[KernelCall], device: DeviceSpec, index: int) -> tu
         with torch.cuda.device(index):
             return _prepared(calls, device, index)
     return tuple(Launch(call, None if interpreted() else device, index) for call in calls)
-
-
-def _remember(known: dict[tuple[int, ...], Any], places: tuple[int, ...], filled: Sequence[Filled]) -> None:
-    """Cache the launches of a stream and addresses until MAX_FILLED newer ones, of all passes, have been added."""
-    known[places] = filled
-    order = _order()
-    order.append((known, places))
-    while len(order) > MAX_FILLED:
-        others, oldest = order.popleft()
-        others.pop(oldest, None)
-
-
-@functools.cache
-def _order() -> deque[tuple[dict[tuple[int, ...], Any], tuple[int, ...]]]:
-    """The cached entries of all passes, oldest first; any thread may add."""
-    return deque()

@@ -32,6 +32,7 @@ import triton.language as tl
 from tilewise.backends.gpu.launching import Allocation
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.problem import AttentionProblem
+from tilewise.symbolic import at_run_time
 
 # The same as schedule.LIST_WORDS.
 ENTRY_WORDS = tl.constexpr(8)
@@ -280,6 +281,7 @@ def most_blocks(total: int, block: int, batch: int) -> int:
     return total // block + batch
 
 
+@at_run_time
 def heads_per_wave(heads: int, blocks: int, head_bytes: int) -> int:
     """Heads of a wave, in equal waves: as many as fit into L2, but enough for all SMs.
 
@@ -302,6 +304,7 @@ def rows_together(row_bytes: int, heads: int, *, banded: bool) -> int:
     return LIST_L2_BYTES // (row_bytes * heads) if banded else 0
 
 
+@at_run_time
 def listed_parts(longest: int, block: int) -> int:
     """Programs that list one sequence of the maximum length; at least one, which writes the number of entries.
 
@@ -339,7 +342,7 @@ def list_call(
     (address, lead) for work_list.mark_beside, which marks the heads that can be prepared `lead` entries ahead.
     """
     parts = listed_parts(problem.seqlen_k if of_keys else problem.seqlen_q, block)
-    shares = max(1, min(heads, LISTING_PROGRAMS // max(problem.batch * parts, 1)))
+    shares = _shares(heads, problem.batch * parts)
     dtypes = (problem.dtype, torch.float32, problem.dtype, problem.dtype)
     rows = [name and Address(name, dtype, aligned=False) for name, dtype in zip(cleared, dtypes, strict=True)]
     paged = problem.page_size is not None
@@ -361,7 +364,18 @@ def list_call(
         "OF_KEYS": of_keys,
         "IS_PAGED": paged,
     }
-    return KernelCall(list_blocks_kernel, (max(problem.batch * parts * shares, CLEARING_PROGRAMS), 1, 1), arguments)
+    return KernelCall(list_blocks_kernel, (_programs(problem.batch * parts * shares), 1, 1), arguments)
+
+
+@at_run_time
+def _shares(heads: int, programs: int) -> int:
+    """Programs that list the heads of one sequence in parallel."""
+    return max(1, min(heads, LISTING_PROGRAMS // max(programs, 1)))
+
+
+@at_run_time
+def _programs(listing: int) -> int:
+    return max(listing, CLEARING_PROGRAMS)
 
 
 def _widths(problem: AttentionProblem, forward: bool) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from tilewise.backends.hopper.configs import BackwardConfig, backward_config, cu
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
+from tilewise.symbolic import at_run_time
 
 # A round: as many tiles as there are CTAs.
 # A wave of heads under a mask: what their tiles stream (Q, dO, dQ; in query_gradient K, V) fits into so much of L2.
@@ -29,6 +30,8 @@ GROUPED_SEQLEN_K = 4096
 # Where idle warps prepare later heads, a wave has at most so many heads and half of the L2: the lead of the preparation
 # is at least a wave, so a small wave keeps it short.
 AHEAD_HEADS = 8
+# No limit.
+MAX_WAVE = 1 << 30
 # The lead: how many rounds before its head is needed a share is prepared. CAUSAL_AHEAD_ROUNDS holds under a tile mask,
 # and under a causal mask from CAUSAL_BLOCKS key tiles on.
 AHEAD_ROUNDS, CAUSAL_AHEAD_ROUNDS = 2, 1
@@ -149,7 +152,7 @@ class BackwardPlan(NamedTuple):
         """
         if self.config.IS_VARLEN:
             rows = max(self.problem.seqlen_k, self.together(of_keys=True))
-            return -(-rows // self.config.BLOCK_N) + int(PACKED_AHEAD_ROUNDS * self.key_grid[0])
+            return -(-rows // self.config.BLOCK_N) + PACKED_AHEAD_ROUNDS * self.key_grid[0]
         return self.front_items * self.key_sizes.num_blocks
 
     @property
@@ -160,23 +163,19 @@ class BackwardPlan(NamedTuple):
         sizes = self.key_sizes
         if self.config.IS_VARLEN:  # only the device knows which sequences these are
             return sizes.num_items
-        banded = self.config.HAS_RIGHT and sizes.num_blocks >= CAUSAL_BLOCKS
-        rounds = CAUSAL_AHEAD_ROUNDS if banded or self.config.IS_LISTED else AHEAD_ROUNDS
-        largest = max(sizes.items_per_wave, self.last_items) * sizes.num_blocks
-        items = -(-(largest + int(rounds * self.key_grid[0])) // self.wave_tiles) * sizes.items_per_wave
-        return items if self.config.AHEAD and items <= sizes.num_items - self.last_items else sizes.num_items
+        if not self.config.AHEAD:
+            return sizes.num_items
+        long = 0 if self.config.IS_LISTED else CAUSAL_BLOCKS if self.config.HAS_RIGHT else None
+        front: int = _front_items(
+            sizes.num_items, sizes.items_per_wave, sizes.num_blocks, self.last_items, self.key_grid[0], long
+        )
+        return front
 
     @property
     def last_items(self) -> int:
         """K/V heads of the last wave, into which ENDING waves are merged (schedule.place_of)."""
-        sizes = self.key_sizes
-        waves = -(-sizes.num_items // sizes.items_per_wave)
-        return sizes.num_items - max(waves - self.config.ENDING, 0) * sizes.items_per_wave
-
-    @property
-    def wave_tiles(self) -> int:
-        """Tiles of a wave of heads."""
-        return self.key_sizes.items_per_wave * self.key_sizes.num_blocks
+        last: int = _last_items(self.key_sizes.num_items, self.key_sizes.items_per_wave, self.config.ENDING)
+        return last
 
     @property
     def main_sizes(self) -> Sizes:
@@ -245,6 +244,27 @@ def backward_plan(problem: AttentionProblem, device: DeviceSpec) -> BackwardPlan
     return BackwardPlan(problem, config, keys, queries, (programs, 1, 1))
 
 
+@at_run_time
+def _front_items(
+    num_items: int, items_per_wave: int, num_blocks: int, last_items: int, programs: int, long: int | None
+) -> int:
+    """See BackwardPlan.front_items. From `long` key tiles on, CAUSAL_AHEAD_ROUNDS holds; None: never."""
+    rounds = AHEAD_ROUNDS if long is None or num_blocks < long else CAUSAL_AHEAD_ROUNDS
+    largest = max(items_per_wave, last_items) * num_blocks
+    items = -(-(largest + rounds * programs) // (items_per_wave * num_blocks)) * items_per_wave
+    return items if items <= num_items - last_items else num_items
+
+
+@at_run_time
+def _last_items(num_items: int, items_per_wave: int, ending: int) -> int:
+    return num_items - max(-(-num_items // items_per_wave) - ending, 0) * items_per_wave
+
+
+@at_run_time
+def _items_per_wave(num_items: int, most: int, l2_bytes: int, streamed: int) -> int:
+    return max(1, min(num_items, most, l2_bytes // streamed))
+
+
 def whole_vectors(words: int) -> int:
     """Words rounded up to a multiple of 16 bytes.
 
@@ -274,10 +294,11 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
     num_items = heads if packed else problem.batch * heads
     num_blocks = -(-longest // block)
     streamed = streamed_bytes(problem, of_keys=of_keys) * (problem.seqlen_q if of_keys else problem.seqlen_k)
-    most = min(num_items, AHEAD_HEADS) if config.AHEAD else num_items
     halved = config.AHEAD or (of_keys and _walks_groups(problem, config))
-    most = min(most, (L2_BYTES // 2 if halved else L2_BYTES) // streamed)
-    wave = max(1, most) if config.HAS_RIGHT or config.HAS_LEFT or config.IS_LISTED else 1
+    wave = 1
+    if config.HAS_RIGHT or config.HAS_LEFT or config.IS_LISTED:
+        most = AHEAD_HEADS if config.AHEAD else MAX_WAVE
+        wave = _items_per_wave(num_items, most, L2_BYTES // 2 if halved else L2_BYTES, streamed)
     if packed:
         wave = heads_per_wave(heads, num_blocks, streamed)
         num_blocks = most_blocks(total, block, problem.batch)

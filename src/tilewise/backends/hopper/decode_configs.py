@@ -12,6 +12,7 @@ from tilewise.backends.hopper import LATENT_REST, reads_latents
 from tilewise.backends.hopper.configs import has_left, has_right
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
+from tilewise.symbolic import at_run_time, fixed
 
 
 @dataclass(frozen=True)
@@ -169,10 +170,16 @@ def latent_grid(problem: AttentionProblem, config: LatentConfig | DecodeConfig, 
     blocks = -(-rows // config.ROWS)
     items = problem.batch * problem.num_kv_heads
     tiles = items * -(-problem.seqlen_k // config.BLOCK_N)
-    limit = max(1, min(device.num_sms // blocks * config.LANES, tiles))
+    limit = _at_least_one(device.num_sms // blocks * config.LANES, tiles)
     return _evenly(-(-latent_shares(tiles, rows, limit) // config.LANES), items, config.LANES), blocks
 
 
+@at_run_time
+def _at_least_one(a: int, b: int) -> int:
+    return max(1, min(a, b))
+
+
+@at_run_time
 def latent_shares(tiles: int, rows: int, limit: int) -> int:
     """The number of shares that takes the least time by estimate: tiles of the longest, and all parts to merge."""
     return min(range(1, limit + 1), key=lambda n: (-(-tiles // n) + n * rows / LATENT_MERGE_RATE, n))
@@ -196,7 +203,7 @@ def decode_config(problem: AttentionProblem, *, packed_queries: bool, tile: Deco
     """The configuration of a problem; `tile` replaces the table's choice."""
     rest = LATENT_REST if reads_latents(problem) else 0
     d, dv = _padded(problem.head_dim - rest), _padded(problem.head_dim_v)
-    rows = 1 << (problem.group_size * tokens_of(problem, packed_queries=packed_queries) - 1).bit_length()
+    rows = fixed(1 << (problem.group_size * tokens_of(problem, packed_queries=packed_queries) - 1).bit_length())
     itemsize, uniform = 1 if problem.fp8 else 2, problem.kind == "dense"
     chosen = tile or (FP8_LATENT_TILE if problem.fp8 else LATENT_TILE)
     if tile is None and not rest:
@@ -267,10 +274,15 @@ def num_programs(problem: AttentionProblem, config: DecodeConfig, device: Device
     """CTAs: one per SM, fewer for few keys. Computed from the bounds on lengths, so the host needs no device data."""
     items = problem.batch * problem.num_kv_heads
     tiles = items * -(-problem.seqlen_k // config.BLOCK_N)
-    limit = max(1, min(device.num_sms, min(tiles, items * MAX_PARTS) // config.LANES))
-    return _evenly(limit, items, config.LANES)
+    return _evenly(_most_programs(tiles, items, device.num_sms, config.LANES), items, config.LANES)
 
 
+@at_run_time
+def _most_programs(tiles: int, items: int, num_sms: int, lanes: int) -> int:
+    return max(1, min(num_sms, min(tiles, items * MAX_PARTS) // lanes))
+
+
+@at_run_time
 def _evenly(limit: int, items: int, lanes: int) -> int:
     """At most `limit` CTAs of so many lanes, a few less if that cuts no item, or all of them equally."""
     shares = ((n, n * lanes) for n in range(limit, int(EVEN * limit), -1))

@@ -62,6 +62,7 @@ from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
+from tilewise.symbolic import at_run_time
 from tilewise.tiles import sections
 
 GLUON_DTYPES = {
@@ -440,6 +441,7 @@ def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, it
     )
 
 
+@at_run_time
 def _wave_items(head_bytes: int, num_items: int) -> int:
     """Heads of a wave: a power of two, because that mostly makes all waves equal.
 

@@ -198,7 +198,9 @@ def box_of(rows: Rows, batch: int, heads: int, num_rows: int, block: tuple[int, 
     strides = [stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row)]
     # A dimension of size 1 needs a valid stride, though it is not used.
     strides = [dim if size == 1 else stride for size, stride in zip((batch, heads, num_rows), strides, strict=True)]
-    if min(strides) < 0 or strides[2] == 0:  # a stride of 0 is fine for heads and sequences, not for rows
+    if (
+        any(stride < 0 for stride in strides) or strides[2] == 0
+    ):  # a stride of 0 is fine for heads and sequences, not for rows
         return None
     return Tile(rows.ptr, (batch, heads, num_rows, dim), (*strides, 1), (1, 1, *block))
 

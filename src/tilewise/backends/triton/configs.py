@@ -15,6 +15,7 @@ import torch
 
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
+from tilewise.symbolic import at_run_time
 
 Pass = Literal[
     "forward", "dkdv", "dq", "decode", "latent", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq",
@@ -387,6 +388,7 @@ def overridden(configs: Mapping[Pass, Config]) -> Iterator[None]:
         _overrides.pop()
 
 
+@at_run_time
 def heads_per_wave(device: DeviceSpec, bytes_per_head: int, group_size: int) -> int:
     """How many heads run at the same time: their streamed rows fill at most half of L2. Whole groups, because these
     share K and V.
@@ -402,6 +404,7 @@ def decode_programs(config: Config, device: DeviceSpec, itemsize: int, tile_colu
     return max(1, min(REGISTER_LIMIT[itemsize], fitting))
 
 
+@at_run_time
 def num_splits(device: DeviceSpec, itemsize: int, programs: int, rows: int, tiles: int) -> int:
     """Into how many splits decode cuts the keys (`tiles` tiles) of each of `rows` (sequence, K/V head) pairs, where an
     SM runs `programs` at a time.

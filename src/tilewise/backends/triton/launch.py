@@ -79,9 +79,11 @@ class TunablePass(Pass):
 
     __slots__ = ()
 
-    def __call__(self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None) -> list[Tensor] | None:
+    def __call__(
+        self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, sized: Any = None
+    ) -> list[Tensor] | None:
         """The results, or None."""
-        return super().__call__(tensors, places) if configs.overrides() is None else None
+        return super().__call__(tensors, places, sized) if configs.overrides() is None else None
 
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -140,7 +142,7 @@ def forward_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, want_lse: bool = True
 ) -> Pass:
     """The pass, prepared by the first call that needs it. Not cached while tiles are overridden."""
-    prepare = _kept_forward if configs.overrides() is None else _prepare_forward
+    prepare = _kept_forward if configs.overrides() is None and not problem.is_traced else _prepare_forward
     return prepare(problem, device, index, views, want_lse)
 
 
@@ -295,7 +297,7 @@ def zero_gradients(problem: AttentionProblem, operands: Operands, wanted: Wanted
 
 def backward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wanted: Wanted) -> Pass:
     """The pass, prepared by the first call that needs it. Not cached while tiles are overridden."""
-    prepare = _kept_backward if configs.overrides() is None else _prepare_backward
+    prepare = _kept_backward if configs.overrides() is None and not problem.is_traced else _prepare_backward
     return prepare(problem, device, index, views, wanted)
 
 

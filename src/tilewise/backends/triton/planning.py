@@ -253,7 +253,8 @@ class Plan(NamedTuple):
 
 def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str = "ieee") -> Plan:
     """The plan for a problem, without tensors. Cached unless tiles are overridden for an experiment."""
-    return (_kept_plan if configs.overrides() is None else _plan)(problem, device, packed_q, precision)
+    keeps = configs.overrides() is None and not problem.is_traced
+    return (_kept_plan if keeps else _plan)(problem, device, packed_q, precision)
 
 
 def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str) -> Plan:
