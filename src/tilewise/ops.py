@@ -139,8 +139,8 @@ class Call:
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_record", "_recorded", "_trace", "bound",
-        "flags", "kind", "problem", "return_lse", "wide",
+        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_record", "_recorded", "_trace",
+        "bound", "flags", "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:

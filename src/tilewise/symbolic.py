@@ -85,8 +85,8 @@ class Trace:
         return name
 
     def source(self, ending: Sequence[str], used: Any = ()) -> str:
-        """The code of a function that returns None for arguments to which the plan does not apply, and else goes on with
-        `ending`: lines that may read the numbers in `used`.
+        """The code of a function that returns None for arguments to which the plan does not apply, and else goes on
+        with `ending`: lines that may read the numbers in `used`.
         """
         needed = {number.at for number in numbers_in(used)}
         for at, _, reads in reversed(self._lines):

@@ -146,8 +146,8 @@ class Pass:
     """
 
     __slots__ = (
-        "_aligned", "_allocate", "_counters", "_given", "_index", "_is_direct", "_launches", "_names", "_parts", "_sized",
-        "_spare", "_trace", "allocations", "captured", "copied", "device", "made", "num_counters",
+        "_aligned", "_allocate", "_counters", "_given", "_index", "_is_direct", "_launches", "_names", "_parts",
+        "_sized", "_spare", "_trace", "allocations", "captured", "copied", "device", "made", "num_counters",
     )  # fmt: skip
 
     def __init__(
