@@ -80,7 +80,8 @@ class Signature:
         self._twins = [(i, j) for i, j in enumerate(firsts) if i != j]
         distinct = sorted(set(firsts))
         self._distinct = _picker(distinct)
-        sizes, strides = [list(present[i].shape) for i in distinct], [list(present[i].stride()) for i in distinct]
+        sizes: list[list[int | None]] = [list(present[i].shape) for i in distinct]
+        strides: list[list[int | None]] = [list(present[i].stride()) for i in distinct]
         # None where all are open.
         self._offsets: list[int] | None = None
         if is_open is None:

@@ -8,7 +8,8 @@ contiguous; `out` heads first, with any strides.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +91,17 @@ class Flags(NamedTuple):
     max_logits: bool = False
     # Whether the bits of a sequence may not depend on its batch.
     batch_invariant: bool = False
+
+    @property
+    def lengths(self) -> tuple[int | None, ...]:
+        """The bounds on lengths, in the order of LENGTHS."""
+        return self.max_seqlen_q, self.max_seqlen_k, self.mask_seqlen_q, self.mask_seqlen_k
+
+    def with_lengths(self, lengths: Sequence[Any]) -> Flags:
+        """The same flags with other bounds, which may be numbers of a trace."""
+        return self._replace(
+            max_seqlen_q=lengths[0], max_seqlen_k=lengths[1], mask_seqlen_q=lengths[2], mask_seqlen_k=lengths[3]
+        )
 
 
 # The flags that bound lengths. They are sizes: calls that differ in them alone have the same meaning.

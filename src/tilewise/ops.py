@@ -47,15 +47,10 @@ def repeated(
 ) -> tuple[Tensor, Tensor]:
     """`attention` without dropout, cached per call signature. `before` is called between validation and computing."""
     key = tuple([value for name, value in zip(Flags._fields, flags, strict=True) if name not in LENGTHS])
-    slot, places, sized = calls.slot_of(operands, (kind, *key), flags.dropout, lengths=lengths_of(flags))
+    slot, places, sized = calls.slot_of(operands, (kind, *key), flags.dropout, lengths=flags.lengths)
     if slot is not None and slot.call is not None:
         return cast("tuple[Tensor, Tensor]", slot.call(operands, places, sized, before))
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))
-
-
-def lengths_of(flags: Flags) -> calls.Lengths:
-    """The bounds on lengths among the flags."""
-    return flags.max_seqlen_q, flags.max_seqlen_k, flags.mask_seqlen_q, flags.mask_seqlen_k
 
 
 def refuse(kind: Kind, operands: Operands, flags: Flags) -> None:
@@ -152,7 +147,7 @@ class Call:
         # int64 index tensors are converted before the pass; the bound pass takes int32.
         self.wide = tuple([i for i in _COUNTS if (t := operands[i]) is not None and t.dtype == torch.int64])
         # The bound forward pass, or None.
-        self.bound = None
+        self.bound: Bound | None = None
         # The record of sizes, if they are open; the problem then holds numbers of it.
         self._trace: Trace | None = None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
@@ -170,10 +165,11 @@ class Call:
         """
         named = operands._replace(max_logits=None)
         assert slot.signature is not None
+        assert slot.family is not None
         count = slot.signature.count
-        lengths, tensors = lengths_of(self.flags), named[:count]
+        lengths, tensors = self.flags.lengths, named[:count]
         found = None
-        if slot.family is not None and operands.out is None and self._contents is None and not self.wide:
+        if operands.out is None and self._contents is None and not self.wide:
             found = _opened(self.kind, Operands._fields[:count], tensors, self.flags, self._bound_forward)
         if found is None:
             self.bind(operands)
@@ -195,7 +191,7 @@ class Call:
         if self._trace is None:
             return self.problem
         given = [tensor for tensor in tensors[:_LOGITS] if tensor is not None]
-        return replaced(self.problem, self._trace.values(*given, *lengths))
+        return cast("AttentionProblem", replaced(self.problem, self._trace.values(*given, *lengths)))
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: calls.Places | None = None, sized: Any = None,
@@ -205,7 +201,7 @@ class Call:
         `lengths` the bounds that were passed, if they are not those of the first call.
         """
         if lengths is None:
-            lengths = lengths_of(self.flags)
+            lengths = self.flags.lengths
         if (tracing.profiler._is_profiler_enabled or self._nvtx) and not traced:  # noqa: SLF001
             with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, self.problem):
                 return self(tensors, places, sized, before, lengths, True)
@@ -269,8 +265,8 @@ class Call:
     ) -> Sequence[Tensor | None]:
         """The gradient of each tensor that `needs` one. `given` is dout, dlse, out, lse and then the call's tensors."""
         flags = self.flags
-        if lengths != lengths_of(flags):
-            flags = flags._replace(**dict(zip(LENGTHS, lengths, strict=True)))
+        if lengths != flags.lengths:
+            flags = flags.with_lengths(lengths)
         if forward_ad._current_level >= 0 and derivatives.is_dual(given):  # noqa: SLF001
             wanted = wanted_of(needs)
             return scattered(derivatives.gradients_of_dual(self.kind, flags, given, wanted), wanted, len(needs))
@@ -331,9 +327,9 @@ class Call:
         if given[0] is None:
             return None
         check_allocated(_GIVEN, given)
-        found = None
+        found, bound = None, cast("Bound | None", None)
         if self._trace is not None:
-            flags = self.flags._replace(**dict(zip(LENGTHS, lengths, strict=True)))
+            flags = self.flags.with_lengths(lengths)
             prepare = functools.partial(self._bound_backward, wanted_of(needs))
             found = _opened(self.kind, _GIVEN[: len(given)], given, flags, prepare)
         if found is not None:
@@ -405,10 +401,12 @@ def _opened(
         None if t is None else Sketch.of(trace, name, t, opened)
         for name, t, opened in zip(names, tensors, is_open, strict=True)
     ]
-    bounds = {name: trace.leaf(name, value) for name in LENGTHS if (value := getattr(flags, name)) is not None}
+    bounds = [
+        None if value is None else trace.leaf(name, value) for name, value in zip(LENGTHS, flags.lengths, strict=True)
+    ]
     operands = Operands(*cast("Any", sketches[names.index("q") :]))
     try:
-        problem = validation.traced_problem(kind, operands, flags._replace(**bounds))
+        problem = validation.traced_problem(kind, operands, flags.with_lengths(bounds))
         bound = prepare(problem, sketches if names[0] != "q" else operands)
     except NotTraceableError:
         return None

@@ -82,7 +82,7 @@ class AttentionProblem:
     @property
     def is_traced(self) -> bool:
         """Whether sizes are numbers of a trace (tilewise.symbolic): such a problem is no key of a cache."""
-        return self.batch.__class__ is Number
+        return isinstance(self.batch, Number)
 
     @property
     def group_size(self) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise import dispatch, ops, validation
 from tilewise.canonical import canonical, contiguous_last, heads_first
-from tilewise.operands import Flags, Operands, Wanted
+from tilewise.operands import LENGTHS, Flags, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.tiles import num_tiles, sections
 
@@ -117,18 +117,21 @@ def packed(draw: Draw, **flags: Any) -> Made:
     dim = flags.pop("dim", 128)
     q, k, v = (tensor(draw, total, heads, dim) for heads in (4, 2, 2))
     cu = torch.empty(batch + 1, dtype=torch.int32)
-    bounds = {"max_seqlen_q": longest, "max_seqlen_k": longest} if draw.random() < 0.8 else {}
-    return "varlen", Operands(q, k, v, cu, cu.clone()), Flags(**flags, **bounds)
+    bounds: dict[str, Any] = {"max_seqlen_q": longest, "max_seqlen_k": longest} if draw.random() < 0.8 else {}
+    return "varlen", Operands(q, k, v, cu, cu.clone()), Flags(**flags)._replace(**bounds)
 
 
 def paged(draw: Draw, *, page: int = 64, one: bool = True, **flags: Any) -> Made:
     batch, width, dim = draw.randint(1, 70), draw.choice((1, 4, 5, 32, 100)), flags.pop("dim", 128)
     total = batch if one else batch + draw.randint(0, 500)
-    pages = [tensor(draw, draw.choice((1, 40, 999)), page, 2, dim) for _ in range(2)]
-    pages[1] = torch.empty_like(pages[0])
+    k = tensor(draw, draw.choice((1, 40, 999)), page, 2, dim)
     cu = None if one else torch.empty(batch + 1, dtype=torch.int32)
     table, lengths = torch.empty(batch, width, dtype=torch.int32), torch.empty(batch, dtype=torch.int32)
-    return "paged", Operands(tensor(draw, total, 8, dim), *pages, cu, None, table, lengths), Flags(**flags)
+    return (
+        "paged",
+        Operands(tensor(draw, total, 8, dim), k, torch.empty_like(k), cu, None, table, lengths),
+        Flags(**flags),
+    )
 
 
 # Every kernel of the GPU backends, and every feature that changes what it is called with.
@@ -207,7 +210,7 @@ def test_open_forwards_are_those_of_each_size(name: str, plain: bool) -> None:
         problem = validation.problem_of(kind, operands, flags)
         exact = bound(backend, problem, operands)
         present = [t for t in operands if t is not None]
-        lengths = ops.lengths_of(flags)
+        lengths = flags.lengths
         applying = []
         for plan in plans:
             if plan.form != form_of(Operands._fields, operands, lengths):
@@ -238,7 +241,8 @@ BACKWARDS = [name for name in CASES if not any(word in name for word in WITHOUT_
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "fixed order"])
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_open_backwards_are_those_of_each_size(name: str, deterministic: bool, plain: bool) -> None:
-    draw, backend = Draw(name), dispatch.load(name.split("-")[0])
+    draw = Draw(name)
+    backend: Any = dispatch.load(name.split("-")[0])
     draw.plain = plain
     plans: list[Any] = []
     names = ops._GIVEN
@@ -259,7 +263,7 @@ def test_open_backwards_are_those_of_each_size(name: str, deterministic: bool, p
         dlse = draw.choice((None, torch.empty(problem.lse_shape)))
         given = (torch.empty_like(out), dlse, out, torch.empty(problem.lse_shape), *operands)
         exact = prepare(problem, given)
-        present, lengths = [t for t in given if t is not None], ops.lengths_of(flags)
+        present, lengths = [t for t in given if t is not None], flags.lengths
         form = form_of(names, given, lengths)
         sizes = [(p, p.measure(*present, *lengths)) for p in plans if p.form == form]
         for plan, sized in sizes:
@@ -301,7 +305,7 @@ def test_few_plans_serve_many_lengths(name: str) -> None:
     backend, plans = dispatch.load(which), list[Any]()
     for batch, length in sizes:
         operands = make(batch, length)
-        if any(plan.measure(*operands[:3], *[None] * len(ops.LENGTHS)) is not None for plan in plans):
+        if any(plan.measure(*operands[:3], *[None] * len(LENGTHS)) is not None for plan in plans):
             continue
         opened = ops._opened(
             "dense", Operands._fields, operands, Flags(**flags), lambda problem, given: bound(backend, problem, given)

@@ -158,8 +158,8 @@ def explain(
     given = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, hidden, alibi_slopes, sinks)
     kind = _kind_of(given, dropout, layout)
     options = Options(
-        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, max_seqlen_q, max_seqlen_k,
-        return_max_logits,
+        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, return_max_logits,
+        max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     # Without a seed none is drawn: planning leaves torch's generator alone.
     tensors, flags = validation.checked(kind, given, options, 0 if seed is None else seed)

@@ -116,7 +116,7 @@ def _bounds(case: Case) -> tuple[int | None, int | None]:
 def _problem(case: Case, inputs: Inputs, backend: str) -> AttentionProblem:
     options = Options(
         case.causal, case.window, case.softcap, case.scale, case.dropout, case.layout, case.deterministic, backend,
-        True, *_bounds(case),
+        True, False, *_bounds(case),
     )  # fmt: skip
     named = {name: getattr(inputs, name) for name in Operands._fields[3:] if hasattr(inputs, name)}
     named["mask"] = mask_of(case, inputs)

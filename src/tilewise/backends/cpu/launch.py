@@ -473,8 +473,11 @@ class Repeated:
         self.made = ("lse",) if want_lse else ()
         self._last: tuple[tuple[int, bytes, bytes], list[Call]] | None = None
 
-    def __call__(self, tensors: Sequence[Any], places: tuple[int, ...] | None = None) -> list[Tensor]:
+    def __call__(
+        self, tensors: Sequence[Any], places: tuple[int, ...] | None = None, sized: Any = None
+    ) -> list[Tensor]:
         """See tilewise.backends.base.Bound."""
+        del sized
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         totals, seqlens_k = tensors[TOTALS], tensors[LENGTHS]

@@ -205,11 +205,12 @@ class Pass:
         needs for given tensors (those that are not None), or None where it does not apply.
         """
         self._trace = trace
-        return trace.function(
+        measure: Callable[..., Sized | None] = trace.function(
             [f"return {code(self._sized._replace(filled=None))}"],
             self._sized[:4],
             {"Sized": Sized, "Measured": Measured, "torch": torch},
         )
+        return measure
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, sized: Sized | None = None
@@ -247,7 +248,7 @@ class Pass:
             filled = []
             if self._is_direct:
                 spare = self._spare.pop() if known is None and self._spare else None
-                old = spare or [None] * len(launches)
+                old = spare or (None,) * len(launches)
                 filled = [
                     launch.filled(stream, addresses, measured, memory)
                     for launch, measured, memory in zip(self._launches, launches, old, strict=True)
