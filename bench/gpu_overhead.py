@@ -76,11 +76,11 @@ def tensors(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, *
 def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     """A bound pass, and its parts with the tensors of one call."""
     held = bound(given)  # lives as long as its addresses are used
-    filled = list(bound._filled.values())[-1]  # noqa: SLF001
+    filled = list(bound._sized.filled.values())[-1]  # noqa: SLF001
 
     def driver_alone() -> Any:
-        for function, arguments, _ in filled:
-            function(*arguments)
+        for launch in filled:
+            launch.function(*launch.arguments)
         return held
 
     parts = {"bound pass": lambda: bound(given), "launches": lambda: driver.queued(filled)}

@@ -246,10 +246,9 @@ class Launch:
         arguments = (POINTER_ARGUMENT(scratch + WORD), self._function, POINTER_ARGUMENT(begin), NULL_ARGUMENT)
         return Filled(function, arguments, memory, begin, pointers, maps)
 
-    def start(self, stream: int, tensors: Mapping[str, Tensor], call: KernelCall) -> None:
-        """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel. `call` is that
-        of the launch, with the sizes of these tensors.
-        """
+    def start(self, stream: int, tensors: Mapping[str, Tensor]) -> None:
+        """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel."""
+        call = self.call
         arguments = {name: materialised(call.arguments[name], tensors) for name in call.kernel.arg_names}
         if self.compiled is None:
             call.kernel[call.grid](**arguments, **call.options)

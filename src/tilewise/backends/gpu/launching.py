@@ -23,7 +23,7 @@ from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, aligned_names
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import Trace, code, replaced
+from tilewise.symbolic import Trace, code
 
 # Passes that a backend caches, one for each combination of problem, strides and alignment: about 20 KiB each.
 MAX_PASSES = 512
@@ -146,8 +146,8 @@ class Pass:
     """
 
     __slots__ = (
-        "_aligned", "_allocate", "_counters", "_given", "_index", "_is_direct", "_launches", "_names", "_parts",
-        "_sized", "_spare", "_trace", "allocations", "captured", "copied", "device", "made", "num_counters",
+        "_aligned", "_allocate", "_counters", "_given", "_index", "_is_direct", "_is_open", "_launches", "_names",
+        "_parts", "_sized", "_spare", "allocations", "captured", "copied", "device", "made", "num_counters",
     )  # fmt: skip
 
     def __init__(
@@ -191,7 +191,7 @@ class Pass:
         )
         # Launches whose memory later ones may use.
         self._spare: deque[Sequence[Filled]] = deque()
-        self._trace: Trace | None = None
+        self._is_open = False
         # A pass that CUDA graphs capture instead, if any: kernels chosen without regard to host time.
         self.captured: Pass | None = None
 
@@ -204,7 +204,7 @@ class Pass:
         """From now on the pass serves all sizes to which its trace applies. Returns the function that computes what it
         needs for given tensors (those that are not None), or None where it does not apply.
         """
-        self._trace = trace
+        self._is_open = True
         measure: Callable[..., Sized | None] = trace.function(
             [f"return {code(self._sized._replace(filled=None))}"],
             self._sized[:4],
@@ -259,6 +259,8 @@ class Pass:
                     known.pop(next(iter(known)), None)
         done = queued(filled)
         if done < len(self._launches):  # the driver refused the others, or hooks must see them
+            if self._is_open:  # the kernels are described with numbers
+                return None
             self._start(done, stream, tensors, used)
         elif known is None:
             self._spare.append(filled)
@@ -267,15 +269,12 @@ class Pass:
     def _start(self, done: int, stream: int, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> None:
         """Launch the kernels from number `done` on by Triton's own path."""
         given = [tensor for tensor in tensors if tensor is not None]
-        calls, parts = self.calls[done:], self._parts
-        if self._trace is not None:
-            calls, parts = replaced((calls, parts), self._trace.values(given))
         named = dict(zip(self._named(tensors), [*given, *used], strict=True))
-        for name, (begin, (shape, strides, dtype)) in parts.items():
+        for name, (begin, (shape, strides, dtype)) in self._parts.items():
             end = begin + math.prod(shape) * dtype.itemsize
             named[name] = named[BLOCK][begin:end].view(dtype).as_strided(shape, strides)
-        for launch, call in zip(self._launches[done:], calls, strict=True):
-            launch.start(stream, named, call)
+        for launch in self._launches[done:]:
+            launch.start(stream, named)
 
     def _named(self, tensors: Sequence[Tensor | None]) -> list[str]:
         """The names of a call's tensors, which are the same in every call, then of those that it makes."""
