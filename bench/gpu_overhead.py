@@ -76,15 +76,15 @@ def tensors(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, *
 def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     """A bound pass, and its parts with the tensors of one call."""
     held = bound(given)  # lives as long as its addresses are used
-    filled = list(bound._sized.filled.values())[-1]  # noqa: SLF001
+    laid_out = list(bound._sized.laid_out.values())[-1]  # noqa: SLF001
 
     def driver_alone() -> Any:
-        for launch in filled:
-            launch.function(*launch.arguments)
+        for block in laid_out:
+            block.function(*block.arguments)
         return held
 
-    parts = {"bound pass": lambda: bound(given), "launches": lambda: driver.queued(filled)}
-    return parts | ({"driver": driver_alone} if filled else {})
+    parts = {"bound pass": lambda: bound(given), "launches": lambda: driver.queued(laid_out)}
+    return parts | ({"driver": driver_alone} if laid_out else {})
 
 
 def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Layers:

@@ -9,11 +9,9 @@ plan is never used for sizes that would have been planned otherwise, and nobody 
     >>> rows = trace.leaf("x.shape[0]", 300)
     >>> blocks = (rows + 127) // 128
     >>> kernel = "long" if blocks > 2 else "short"
-    >>> print(trace.source(["return " + code((kernel, blocks))], blocks))
+    >>> print(trace.source(["return " + code((kernel, blocks))]))
     def plan(x):
-        n0 = x.shape[0]
-        n1 = n0 + 127
-        n2 = n1 // 128
+        n2 = ((x.shape[0]) + 127) // 128
         if not (n2 > 2): return None
         return ('long', n2, )
 
@@ -26,6 +24,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+NUMBER = re.compile(r"\bn\d+\b")
+MULTIPLE = re.compile(r"\((\w+|\(\w+\.data_ptr\(\)\)) % (2|4|8|16|32|64|128)\) == 0")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -84,36 +86,63 @@ class Trace:
         self.names[name] = thing
         return name
 
-    def source(self, ending: Sequence[str], used: Any = ()) -> str:
+    def source(self, ending: Sequence[str]) -> str:
         """The code of a function that returns None for arguments to which the plan does not apply, and else goes on
-        with `ending`: lines that may read the numbers in `used`.
+        with `ending`: lines that may read numbers.
         """
-        needed = {number.at for number in numbers_in(used)}
-        for at, _, reads in reversed(self._lines):
-            if at is None or at in needed:
-                needed.update(reads)
-        lines = [f"def plan({', '.join(self.parameters)}):"]
-        for at, line, _ in self._lines:
-            if at is None:
-                lines.append(f"    if not ({line}): return None")
-            elif at in needed:
-                lines.append(f"    n{at} = {line}")
-        return "\n".join([*lines, *(f"    {line}" for line in ending)])
+        needed = Counter(NUMBER.findall("\n".join(ending)))
+        for at, text, _ in reversed(self._lines):
+            if at is None or needed[f"n{at}"]:
+                needed.update(NUMBER.findall(text))
+        texts: dict[str, str] = {}
 
-    def function(self, ending: Sequence[str], used: Any = (), names: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        def inlined(text: str) -> str:
+            return NUMBER.sub(lambda found: texts.get(found[0], found[0]), text)
+
+        lines, multiples = list[str](), dict[str, list[str]]()
+        for at, text, _ in self._lines:
+            name = f"n{at}"
+            if at is None and (multiple := MULTIPLE.fullmatch(inlined(text))):
+                multiples.setdefault(multiple[2], []).append(multiple[1])
+            elif at is None:
+                lines.append(f"if not ({inlined(text)}): return None")
+            elif needed[name] == 1:  # read once: written where it is read
+                texts[name] = f"({inlined(text)})"
+            elif needed[name]:
+                lines.append(f"{name} = {inlined(text)}")
+        # Multiples of a power of two are tested together.
+        for of, which in multiples.items():
+            lines.append(f"if ({' | '.join(which)}) % {of}: return None")
+        lines += map(inlined, ending)
+        return f"def plan({', '.join(self.parameters)}):\n" + "\n".join([f"    {line}" for line in lines])
+
+    def function(self, ending: Sequence[str], names: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """The function that `source` writes; `names` are what `ending` refers to."""
-        space = {**self.names, **names}
-        exec(compile(self.source(ending, used), "<plan>", "exec"), space)
-        return space["plan"]
+        return _compiled(self.source(ending), {**self.names, **names})
 
     def values(self, *arguments: Any) -> list[Any]:
         """The values of all numbers for other arguments, to which the plan applies."""
         if self._whole is None:
             everything = sorted(self._known.values(), key=lambda number: number.at)
-            self._whole = self.function([f"return [{', '.join(map(code, everything))}]"], everything)
+            self._whole = self.function([f"return [{', '.join(map(code, everything))}]"])
         found: list[Any] | None = self._whole(*arguments)
         assert found is not None
         return found
+
+
+def function(parameters: str, lines: Sequence[str], names: Mapping[str, Any]) -> Any:
+    """A function with these parameters and lines, which refer to `names`."""
+    return _compiled(f"def plan({parameters}):\n" + "\n".join([f"    {line}" for line in lines]), dict(names))
+
+
+def _compiled(source: str, names: dict[str, Any]) -> Any:
+    exec(compile(source, "<plan>", "exec"), names)
+    return names["plan"]
+
+
+def unpacked(numbers: Sequence[Number], name: str) -> list[str]:
+    """Code that gives numbers their names again, from a tuple of their values."""
+    return [f"{', '.join(map(code, numbers))}, = {name}"] if numbers else []
 
 
 def code(value: Any) -> str:

@@ -45,7 +45,8 @@ int cuLaunchKernelEx(const Config* config, void* function, void** params, void**
 }
 int cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* address, const uint64_t* shape,
                            const uint64_t* strides, const unsigned* box) {
-  memset(map, 0, 128); memcpy(map, &address, 8); memcpy((char*)map + 8, shape, 8 * rank); return 0;
+  memset(map, 0, 128); memcpy(map, &address, 8); memcpy((char*)map + 8, shape, 8 * rank);
+  memcpy((char*)map + 48, strides, 8 * (rank - 1)); return 0;
 }
 int cuDriverGetVersion(int* version) { *version = 13000; return 0; }
 int cuCtxGetCurrent(void** context) { *context = (void*)(uint64_t)(1 + current); return 0; }

@@ -117,10 +117,11 @@ class EmulatedLaunch:
 
     def __init__(self, call: Any, *device: Any) -> None:
         del device
-        self.call, self.measured = call, (call.grid, ())
+        self.call, self.described = call, (call.grid,)
 
-    def start(self, stream: int, tensors: dict[str, Tensor], call: Any) -> None:
+    def start(self, stream: int, tensors: dict[str, Tensor]) -> None:
         del stream
+        call = self.call
         materialised = importlib.import_module(f"{SHARED}.symbols").materialised
         call.kernel[call.grid](*(materialised(argument, tensors) for argument in call.ordered))
 
@@ -475,7 +476,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon": {"language": types.SimpleNamespace(**LANGUAGE)},
     "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
-    f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Filled": tuple, "Measured": tuple, "queued": len},
+    f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Block": tuple, "queued": len},
     f"{SHARED}.releases": {
         "aggregate": dataclasses.dataclass,
         "async_load": load_box,

@@ -6,8 +6,9 @@ launcher runs, against a driver that launches nothing (fake_cuda).
 
 from __future__ import annotations
 
+import ctypes
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import Tensor
 from fake_cuda import FakeCuda, fake_cuda
 from fake_gpus import nothing_prepared
 from tilewise import device as devices
-from tilewise import validation
+from tilewise import ops, validation
 from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.backends.triton.configs import SHORT_KEYS
 from tilewise.canonical import canonical
+from tilewise.operands import LENGTHS as BOUNDS
 from tilewise.operands import Flags, Operands, Wanted
 from tilewise.problem import AttentionProblem
 from tilewise.tile_masks import tile_mask
@@ -94,6 +96,53 @@ def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled
     for length in (513, 528, 1000, 1024):  # few keys have a tile of their own in the forward
         train(TRITON, operands_of(length), causal=True)
     assert compiled[before:] == ["forward_kernel"]
+
+
+def laid_out(bound: Any, numbers: Any, tensors: Sequence[Tensor | None]) -> list[bytes]:
+    """What the driver gets for launches with certain numbers, at made-up addresses."""
+    bound._names = None
+    key = tuple(range(4096, 4096 * 30, 4096))[: 1 + len(bound._named(tensors))]
+    blocks = bound._laid_out(numbers, key, tensors, is_spare=False)
+    parts = []
+    for launch, block in zip(bound._launches, blocks, strict=True):
+        begin = driver.WORD * (len(launch.values) + driver.NUM_SCRATCH)
+        parts.append(block.memory.raw[begin : begin + launch.packing.size])
+        parts += [ctypes.string_at(ctypes.addressof(a.word) - driver.WORD, driver.MAP_BYTES) for a in block.maps]
+    return parts
+
+
+@pytest.mark.parametrize("which", [HOPPER, TRITON], ids=lambda backend: backend.name)
+def test_plans_that_serve_other_lengths_lay_out_the_same_bytes(which: Any, h200: FakeCuda) -> None:
+    """Forwards and backwards of lengths that one plan serves, beside passes made for each of them."""
+
+    def forward(problem: AttentionProblem, operands: Any) -> Any:
+        return which.bind_forward(problem, canonical(problem, operands), want_lse=True)
+
+    def backward(problem: AttentionProblem, given: Any) -> Any:
+        dout, dlse, out, lse, *rest = given
+        return which.bind_backward(problem, canonical(problem, Operands(*rest)), out, lse, dout, dlse, Wanted())
+
+    def given_of(length: int) -> tuple[Tensor | None, ...]:
+        operands = operands_of(length, dim=128, heads=4)
+        out, lse = torch.zeros_like(operands.q), torch.zeros(operands.q.shape[:3])
+        return (torch.zeros_like(out), None, out, lse, *operands)
+
+    flags, lengths = Flags(causal=True, needs_grad=True), (600, 601, 999, 1000, 777)
+    for prepare, names, first in ((forward, Operands._fields, 4), (backward, ops._GIVEN, 0)):
+        given = given_of(lengths[0])[first:]
+        opened = ops._opened("dense", names, given, flags, prepare)
+        assert opened is not None
+        served = 0
+        for length in lengths:
+            given = given_of(length)[first:]
+            sized = opened.measure(*[t for t in given if t is not None], *[None] * len(BOUNDS))
+            if sized is None:
+                continue
+            operands = operands_of(length, dim=128, heads=4)
+            exact = prepare(validation.problem_of("dense", operands, flags), operands if first else given)
+            assert laid_out(opened.bound, sized.numbers, given) == laid_out(exact, (), given)
+            served += 1
+        assert served > 2
 
 
 def test_a_tile_mask_is_data(h200: FakeCuda, compiled: list[str]) -> None:

@@ -83,7 +83,7 @@ def _kind(argument: Any, path: Path, found: _Found) -> Any:
     kind = argument.__class__
     if kind is int or (kind is Number and is_integer(argument)):
         found.passed.append(argument)
-        return "i32" if -WIDE <= argument < WIDE else "i64"
+        return "i32" if _is_narrow(argument) else "i64"
     if argument is None or kind is Fixed:
         found.constants.append((path, None if argument is None else fixed(argument.value)))
         return CONSTANT
@@ -108,7 +108,15 @@ def type_name(argument: Any) -> str:
     if kind is Tile:
         return _tile_name(TYPE_NAMES[argument.address.dtype], argument.block, argument.layout)
     value, wide = (argument.value, argument.wide) if kind is Multiple else (argument, False)
-    return "i32" if -WIDE <= value < WIDE and not wide else "i64"
+    return "i32" if _is_narrow(value) and not wide else "i64"
+
+
+def _is_narrow(value: Any) -> bool:
+    """Whether a number takes 32 bits. A traced one that does is not compared again in later calls: it cannot be laid
+    out if it takes more (driver.formats_of).
+    """
+    fits = value.__class__ is Number and -WIDE <= value.value < WIDE
+    return fits or bool(-WIDE <= value < WIDE)
 
 
 @functools.lru_cache(maxsize=MAX_COMPILED)

@@ -2,8 +2,8 @@
 
 Triton's own launch path, `CompiledKernel.__getitem__`, takes tens of microseconds of host time a kernel. It looks up
 the device, wraps metadata for hooks, asks the driver about every pointer, encodes every tensor map again, and unpacks
-Python objects into the parameters of cuLaunchKernelEx. For a compiled kernel all of this is fixed except the stream and
-the addresses. So the parameters are laid out once for each set of those, and a launch is one call of the driver.
+Python objects into the parameters of cuLaunchKernelEx. For a compiled kernel all of this is fixed except the stream,
+sizes and addresses. So straight-line code lays these out, and a launch is one call of the driver.
 
 The parameters of a kernel are read from its PTX. If they differ from what is laid out here, whatever release of Triton
 compiled it, the kernel is launched by Triton's own path. Figures: bench/results/gpu-host-choices.csv.
@@ -27,14 +27,15 @@ from triton import knobs
 from tilewise.backends.gpu.compilation import MAX_COMPILED, TILE, compile_call, forget_compiled, kinds_of, typed
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
 from tilewise.device import DeviceSpec
+from tilewise.symbolic import code
 
 LIBRARY = "libcuda.so.1"
 # Types not listed here take a word. The last two parameters point to scratch memory, which these kernels do not use.
 FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
 SIZES = {"i32": 4, "fp32": 4}
 POINTER, WORD, NUM_SCRATCH = "Q", 8, 2
-# CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number.
-CONFIG = "7I4xQQI4x"
+# CUlaunchConfig: grid, block, bytes of shared memory, stream; attributes and their number.
+CONFIG, REST = "7I4xQ", "QI4x"
 # CUlaunchAttribute: id and value; this one lets the kernel start while the one before it in the stream ends.
 ATTRIBUTE, OVERLAPS = "I4xi60x", (6, 1)
 WARP = 32
@@ -59,27 +60,23 @@ LAST_WITH_SMALL_BIT, SMALL_BYTES, SMALL_BIT = 13010, 128 << 10, 1 << 21
 FIRST_TO_CAPTURE_OVERLAPS = 12030
 
 
-class Filled(NamedTuple):
-    """A launch that is ready to go: the driver's function, which returns 0 on success, and its arguments. `memory` owns
-    what the arguments point to. `begin` is its address, `pointers` are those to the kernel's parameters and `maps`
-    encode its tensor maps.
+class Map(NamedTuple):
+    """One tensor map of a launch: the driver's arguments before and after the address of the tensor, converted
+    beforehand, because that takes most of a call's time; and the word in which SMALL_BIT lies.
     """
+
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+    word: Any
+
+
+class Block(NamedTuple):
+    """The memory of a launch. `function` and `arguments` start what was laid out in it."""
 
     function: Callable[..., int]
     arguments: tuple[Any, ...]
     memory: Any
-    begin: int
-    pointers: list[int]
-    maps: list[TensorMap]
-
-
-class Measured(NamedTuple):
-    """What a launch needs besides addresses, for certain sizes: the grid, and the kernel's parameters in order, in
-    which a pointer is the offset from its tensor's address.
-    """
-
-    grid: tuple[int, int, int]
-    values: tuple[int | float, ...]
+    maps: tuple[Map, ...]
 
 
 def launch_path() -> str:
@@ -101,53 +98,6 @@ def _entry(name: str) -> Callable[..., int] | None:
     return function
 
 
-class TensorMap:
-    """Encodes the map of a tile in the memory of a launch, from sizes and an address. The box is what one copy moves.
-
-    `at` is the position of the tile among the parameters of the kernel, where its shape and strides follow. All
-    arguments of the driver's function but the tensor's address are converted once, which takes most of a call's time.
-    """
-
-    __slots__ = ("_after", "_at", "_before", "_encode", "_item", "_memory", "_numbers", "_rank", "_room", "_word")
-
-    def __init__(self, at: int, tile: Tile, meta: Any, memory: Any, place: int, room: int) -> None:
-        """From a tile and the compiler's description of it. The map lies at address `place`; MAP_ROOM bytes of `memory`
-        from `room` on are its own. The driver lists dimensions from last to first.
-        """
-        dtype, rank, begin = tile.address.dtype, len(tile.shape), ctypes.addressof(memory)
-        self._at, self._rank, self._item, self._memory, self._room = at, rank, dtype.itemsize, memory, room
-        # Shape and strides in words, then box and steps in half words.
-        self._numbers = struct.Struct(f"<{2 * rank - 1}Q")
-        box = room + self._numbers.size
-        struct.pack_into(f"<{2 * rank}I", memory, box, *meta["block_size"][::-1], *[1] * rank)
-        places = (begin + room, begin + room + WORD * rank, begin + box, begin + box + WORD // 2 * rank)
-        kinds = (NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
-        self._before = (POINTER_ARGUMENT(place), ctypes.c_int(ELEMENTS[dtype]), ctypes.c_uint32(rank))
-        self._after = (*map(POINTER_ARGUMENT, places), *map(ctypes.c_int, kinds))
-        self._word = ctypes.c_uint64.from_address(place + WORD)
-        encode = _entry("cuTensorMapEncodeTiled")
-        assert encode is not None
-        self._encode = encode
-
-    def write(self, values: Sequence[Any]) -> None:
-        """Encode the map; the address of the tensor is `values[at]`."""
-        at, rank, item = self._at, self._rank, self._item
-        shape, strides = values[at + rank : at : -1], values[at + 2 * rank - 1 : at + rank : -1]
-        self._numbers.pack_into(self._memory, self._room, *shape, *[item * stride for stride in strides])
-        error = self._encode(*self._before, POINTER_ARGUMENT(values[at]), *self._after)
-        if error:
-            what = f"shape {tuple(shape[::-1])} and strides {tuple(strides[::-1])}"
-            raise RuntimeError(
-                f"the CUDA driver made no tensor map (error {error}) at address {values[at]} with {what}"
-            )
-        if _driver_version() <= LAST_WITH_SMALL_BIT:
-            last = shape[0] - 1  # the elements of the last dimension are adjacent
-            for size, stride in zip(shape[1:], strides, strict=True):
-                last += (size - 1) * stride
-            if last * item + 1 < SMALL_BYTES:
-                self._word.value &= ~SMALL_BIT
-
-
 @functools.cache
 def _driver_version() -> int:
     version, ask = ctypes.c_int(0), _entry("cuDriverGetVersion")
@@ -156,95 +106,149 @@ def _driver_version() -> int:
     return version.value
 
 
+def _encoded(tile: Tile) -> tuple[Any, ...]:
+    """What a tensor map is encoded from: sizes and strides in bytes, from the last dimension to the first, without the
+    last stride: these elements are adjacent.
+    """
+    item = tile.address.dtype.itemsize
+    return (*tile.shape[::-1], *[item * stride for stride in tile.strides[-2::-1]])
+
+
+def _span(tile: Tile, words: Sequence[Any]) -> str:
+    """Code of the bytes from the first element of a tensor map to behind its last one."""
+    rank = len(tile.shape)
+    pairs = zip(words[:rank], (tile.address.dtype.itemsize, *words[rank:]), strict=True)
+    return " + ".join(["1", *[f"({code(size)} - 1) * {code(stride)}" for size, stride in pairs]])
+
+
+def _map(tile: Tile, meta: Any, memory: Any, place: int, room: int) -> Map:
+    """The map at address `place`, encoded from numbers in `memory` from `room` on: sizes and strides in words, then box
+    (what one copy moves) and steps in half words, all from the last dimension to the first.
+    """
+    rank, begin = len(tile.shape), ctypes.addressof(memory)
+    box = room + WORD * (2 * rank - 1)
+    struct.pack_into(f"<{2 * rank}I", memory, box, *meta["block_size"][::-1], *[1] * rank)
+    places = (begin + room, begin + room + WORD * rank, begin + box, begin + box + WORD // 2 * rank)
+    kinds = (NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
+    before = (POINTER_ARGUMENT(place), ctypes.c_int(ELEMENTS[tile.address.dtype]), ctypes.c_uint32(rank))
+    after = (*map(POINTER_ARGUMENT, places), *map(ctypes.c_int, kinds))
+    return Map(before, after, ctypes.c_uint64.from_address(place + WORD))
+
+
+def _refused(error: int, address: int, words: tuple[int, ...]) -> RuntimeError:
+    rank = len(words) // 2 + 1
+    what = f"shape {words[rank - 1 :: -1]} and strides of {words[: rank - 1 : -1]} bytes"
+    return RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address} with {what}")
+
+
 class Launch:
     """One kernel call on one device, complete except for stream, sizes and addresses; immutable.
 
-    `compiled` is None for Triton's interpreter. `is_direct`: the driver can launch it (`filled`); otherwise Triton's
-    own path does (`start`). `measured` may hold numbers of a trace.
+    `compiled` is None for Triton's interpreter. `is_direct`: the driver can launch it from a `Block`; otherwise
+    Triton's own path does (`start`). The grid, the kernel's parameters and its tensor maps, for code that lays them
+    out (`lines`), may be numbers of a trace.
     """
 
-    __slots__ = (
-        "__weakref__", "_addresses", "_config", "_function", "_layout", "_tiles", "call", "compiled", "is_direct",
-        "measured",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_function", "_maps", "_scratch", "call", "compiled", "is_direct", "packing", "values")
 
     def __init__(self, call: KernelCall, device: DeviceSpec | None, index: int) -> None:
         """For device `index`, which is current; a device that is None stands for Triton's interpreter."""
         self.call, self.is_direct = call, False
         self.compiled: Any = None
-        self.measured = Measured(call.grid, ())
+        # The kernel's parameters in order: numbers and addresses.
+        self.values: list[Any] = []
+        # Their positions, tiles and the compiler's description of these.
+        self._maps: list[tuple[int, Tile, Any]] = []
         _alive().add(self)
         if device is None:
             return
         types, passed = typed(call)
         self.compiled = compiled = compile_call(call, device, index, types)
-        layout = _layout(compiled, types.signature)
-        if layout is None:
+        formats = _formats(compiled, types.signature)
+        if formats is None:
             return
         self.is_direct = True
         _ = compiled.run  # loads the binary on the current device
-        self._layout, self._function = layout, POINTER_ARGUMENT(compiled.function)
-        self._config = (WARP * compiled.metadata.num_warps, 1, 1, compiled.metadata.shared)
-        values: list[Any] = []
-        # Positions of pointers among the values, and their tensors.
-        self._addresses: list[tuple[int, str]] = []
-        self._tiles: list[tuple[int, Tile, Any]] = []
+        self._function = POINTER_ARGUMENT(compiled.function)
+        # What a launch changes: parameters, a null pointer for scratch memory, the configuration up to the stream.
+        self.packing = struct.Struct(f"<{formats}{POINTER}{CONFIG}")
         metas = iter(_descriptions(compiled))
         for value in passed:
             kind = value.__class__
             if kind is Tile:
-                self._tiles.append((len(values), value, next(metas)))
-                self._addresses.append((len(values), value.address.name))
-                values += (value.address.offset, *value.shape, *value.strides)
-            elif kind is Address:
-                self._addresses.append((len(values), value.name))
-                values.append(value.offset)
+                self._maps.append((len(self.values), value, next(metas)))
+                self.values += (value.address, *value.shape, *value.strides)
             else:
-                values.append(value.value if kind is Multiple else value)
-        self.measured = Measured(call.grid, tuple(values))
+                self.values.append(value.value if kind is Multiple else value)
+        self._scratch = struct.calcsize(f"<{formats}")
 
-    def filled(
-        self, stream: int, addresses: Mapping[str, int], measured: Measured, used: Filled | None = None
-    ) -> Filled:
-        """The launch on a stream, with these sizes and with tensors at these addresses; in the memory of an earlier
-        one that is not needed any more, or in new memory.
-        """
-        values = list(measured.values)
-        for at, name in self._addresses:
-            values[at] += addresses[name]
-        if used is None:
-            used = self._new(len(values))
-        for tensor_map in used.maps:
-            tensor_map.write(values)
-        config = used.begin + WORD * (2 * len(values) + NUM_SCRATCH + 1)
-        overlaps = self.call.overlaps and _driver_version() >= FIRST_TO_CAPTURE_OVERLAPS
-        attributes = (config + struct.calcsize(CONFIG), 1) if overlaps else (0, 0)
-        self._layout.pack_into(
-            used.memory, 0, *used.pointers, *values, 0, *measured.grid, *self._config, stream, *attributes, *OVERLAPS
-        )
-        return used
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """Everything in which launches of the kernel differ, but the stream and addresses."""
+        values = tuple(value.offset if value.__class__ is Address else value for value in self.values)
+        return (self.call.grid, values, *[_encoded(tile) for _, tile, _ in self._maps])
 
-    def _new(self, count: int) -> Filled:
-        """Memory for a launch with so many parameters: pointers to these, parameters, configuration, tensor maps, and
-        what these are encoded from.
+    def lines(self, at: int, spelled: Callable[[Address], str], names: dict[str, Any]) -> list[str]:
+        """Code that lays the launch out in `blocks[at]`; `spelled` is the code of an address. What the code refers to
+        is added to `names`.
         """
-        maps_size = MAP_BYTES * len(self._tiles) + MAP_ALIGNMENT
-        memory = ctypes.create_string_buffer(self._layout.size + maps_size + MAP_ROOM * len(self._tiles))
+        begin = WORD * (len(self.values) + NUM_SCRATCH)
+        names |= {f"pack{at}": self.packing.pack_into, "encode": _entry("cuTensorMapEncodeTiled")}
+        names |= {"pointer": POINTER_ARGUMENT, "refused": _refused}
+        lines = [f"_, _, memory, maps = blocks[{at}]"]
+        room = self._room
+        for number, (_, tile, _) in enumerate(self._maps):
+            words = _encoded(tile)
+            names[f"pack{at}_{number}"] = struct.Struct(f"<{len(words)}Q").pack_into
+            address = spelled(tile.address)
+            lines += [
+                f"pack{at}_{number}(memory, {room}, {', '.join(map(code, words))})",
+                f"before, after, word = maps[{number}]",
+                f"error = encode(*before, pointer({address}), *after)",
+                f"if error: raise refused(error, {address}, {code(words)})",
+            ]
+            if _driver_version() <= LAST_WITH_SMALL_BIT:
+                small = f"{_span(tile, words)} < {SMALL_BYTES}"
+                lines.append(f"if word.value & {SMALL_BIT} and {small}: word.value &= {~SMALL_BIT}")
+            room += MAP_ROOM
+        values = [spelled(value) if value.__class__ is Address else code(value) for value in self.values]
+        about = self.compiled.metadata
+        config = (*map(code, self.call.grid), WARP * about.num_warps, 1, 1, about.shared)
+        lines.append(f"pack{at}(memory, {begin}, {', '.join(values)}, 0, {', '.join(map(str, config))}, stream)")
+        return lines
+
+    @property
+    def _room(self) -> int:
+        """Where in a block the numbers begin that tensor maps are encoded from; the maps lie before."""
+        laid_out = WORD * (len(self.values) + NUM_SCRATCH) + self.packing.size + struct.calcsize(f"<{REST}{ATTRIBUTE}")
+        return laid_out + MAP_BYTES * len(self._maps) + MAP_ALIGNMENT
+
+    def block(self) -> Block:
+        """New memory: pointers to the parameters, parameters, configuration, attribute, tensor maps, and what these are
+        encoded from.
+        """
+        count, room = len(self.values), self._room
+        memory = ctypes.create_string_buffer(room + MAP_ROOM * len(self._maps))
         begin = ctypes.addressof(memory)
         first = begin + WORD * (count + NUM_SCRATCH)
-        scratch = first + WORD * count
+        scratch = first + self._scratch
+        end = WORD * (count + NUM_SCRATCH) + self.packing.size
         pointers = [*range(first, scratch, WORD), scratch, scratch]
-        place = -(-(begin + self._layout.size) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-        maps, room = [], self._layout.size + maps_size
-        for at, tile, meta in self._tiles:
-            maps.append(TensorMap(at, tile, meta, memory, place, room))
+        attribute = begin + end + struct.calcsize(f"<{REST}")
+        place = -(-(attribute + struct.calcsize(f"<{ATTRIBUTE}")) // MAP_ALIGNMENT) * MAP_ALIGNMENT
+        maps = []
+        for at, tile, meta in self._maps:
+            maps.append(_map(tile, meta, memory, place, room))
             pointers[at] = place
             place, room = place + MAP_BYTES, room + MAP_ROOM
+        overlaps = self.call.overlaps and _driver_version() >= FIRST_TO_CAPTURE_OVERLAPS
+        struct.pack_into(f"<{len(pointers)}{POINTER}", memory, 0, *pointers)
+        struct.pack_into(f"<{REST}{ATTRIBUTE}", memory, end, *((attribute, 1) if overlaps else (0, 0)), *OVERLAPS)
         function = _entry("cuLaunchKernelEx")
         assert function is not None
         # Configuration, kernel, pointers to parameters, no extra options.
         arguments = (POINTER_ARGUMENT(scratch + WORD), self._function, POINTER_ARGUMENT(begin), NULL_ARGUMENT)
-        return Filled(function, arguments, memory, begin, pointers, maps)
+        return Block(function, arguments, memory, tuple(maps))
 
     def start(self, stream: int, tensors: Mapping[str, Tensor]) -> None:
         """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel."""
@@ -265,7 +269,7 @@ def _alive() -> weakref.WeakSet[Launch]:
 
     def let_go() -> None:
         forget_compiled()
-        _layout.cache_clear()
+        _formats.cache_clear()
         for launch in found:
             launch.compiled = None
 
@@ -274,10 +278,9 @@ def _alive() -> weakref.WeakSet[Launch]:
 
 
 @functools.lru_cache(maxsize=MAX_COMPILED)
-def _layout(compiled: Any, signature: tuple[Any, ...]) -> struct.Struct | None:
-    """The memory of a launch: pointers to all parameters, the parameters, a null pointer for scratch memory, the
-    configuration, an attribute. None if the driver cannot launch the kernel with these parameters alone: it has others,
-    or needs scratch memory, a cluster or an unknown attribute.
+def _formats(compiled: Any, signature: tuple[Any, ...]) -> str | None:
+    """The parameters of a kernel in memory. None if the driver cannot launch the kernel with these alone: it has
+    others, or needs scratch memory, a cluster or an unknown attribute.
     """
     about, metas, kinds = compiled.metadata, _descriptions(compiled), list(kinds_of(signature))
     tiles = [kind for kind in kinds if kind.startswith(TILE)]
@@ -287,8 +290,12 @@ def _layout(compiled: Any, signature: tuple[Any, ...]) -> struct.Struct | None:
     alone = about.num_ctas == 1 and not wants_more
     if not (is_open and alone and is_described and _has_parameters(compiled.asm["ptx"], kinds)):
         return None
-    formats = "".join(FORMATS.get(kind, POINTER) for kind in kinds)
-    return struct.Struct(f"<{len(kinds) + NUM_SCRATCH}{POINTER}{formats}{POINTER}{CONFIG}{ATTRIBUTE}")
+    return formats_of(kinds)
+
+
+def formats_of(kinds: Iterable[str]) -> str:
+    """Parameters of these types in memory, a word each; packing refuses a number that does not fit into 32 bits."""
+    return "".join(FORMATS.get(kind, POINTER) for kind in kinds)
 
 
 def _has_parameters(ptx: str, kinds: Iterable[str]) -> bool:
@@ -304,7 +311,7 @@ def _descriptions(compiled: Any) -> Sequence[Any]:
     return getattr(compiled.metadata, "tensordesc_meta", None) or ()
 
 
-def queued(filled: Iterable[Filled]) -> int:
+def queued(blocks: Iterable[Block]) -> int:
     """Launch kernels in order; returns how many the driver accepted before it refused one.
 
     Returns 0 if a profiler has installed launch hooks in Triton: they would not see these launches.
@@ -314,8 +321,8 @@ def queued(filled: Iterable[Filled]) -> int:
     done = 0
     if (before is not None and getattr(before, "calls", True)) or (after is not None and getattr(after, "calls", True)):
         return done
-    for launch in filled:
-        if launch[0](*launch[1]):
+    for block in blocks:
+        if block[0](*block[1]):
             break
         done += 1
     return done

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,18 +19,18 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu.counters import counters_of
-from tilewise.backends.gpu.driver import Filled, Launch, Measured, queued
-from tilewise.backends.gpu.symbols import ALIGNMENT, KernelCall, aligned_names
+from tilewise.backends.gpu.driver import Block, Launch, queued
+from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, aligned_names
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import Trace, code
+from tilewise.symbolic import Number, Trace, code, function, numbers_in, unpacked
 
 # Passes that a backend caches, one for each combination of problem, strides and alignment: about 20 KiB each.
 MAX_PASSES = 512
 # Laid-out launches that are cached for the same sizes, one for each set of addresses: some 2 KiB each. A caching
 # allocator hands out the same addresses again and again, in training one set for every layer.
-MAX_FILLED = 128
+MAX_LAID_OUT = 128
 # Alignment of tensors that share a block, about that of a caching allocator; and the name of the block.
 STEP, BLOCK = 256, "block"
 # The operands that are read, and the order of the tensors that a backward pass is given.
@@ -117,21 +118,16 @@ def interpreted() -> bool:
 
 
 class Sized(NamedTuple):
-    """What a pass needs besides addresses, for certain sizes.
-
-    `made` are the tensors that it allocates, (shape, strides, dtype); `begins` where parts of the shared block begin;
-    `filled` the launches by stream and addresses, None for sizes that were met only once.
+    """The numbers that a pass needs for certain sizes, and its launches by stream and addresses: None for addresses,
+    or sizes, that were met only once.
     """
 
-    made: tuple[Any, ...]
-    begins: tuple[int, ...]
-    num_counters: int
-    launches: tuple[Measured, ...]
-    filled: dict[tuple[int, ...], Sequence[Filled]] | None
+    numbers: tuple[int | float, ...]
+    laid_out: dict[tuple[int, ...], Sequence[Block] | None] | None
 
     def kept(self) -> Sized:
         """The same for sizes that come again: launches are cached."""
-        return self._replace(filled={})
+        return self._replace(laid_out={})
 
 
 class Pass:
@@ -146,8 +142,9 @@ class Pass:
     """
 
     __slots__ = (
-        "_aligned", "_allocate", "_counters", "_given", "_index", "_is_direct", "_is_open", "_launches", "_names",
-        "_parts", "_sized", "_spare", "allocations", "captured", "copied", "device", "made", "num_counters",
+        "_allocate", "_counters", "_given", "_index", "_is_direct", "_is_open", "_launches", "_lay_out", "_make",
+        "_names", "_parts", "_sized", "_spare", "allocations", "captured", "copied", "described", "device", "made",
+        "num_counters",
     )  # fmt: skip
 
     def __init__(
@@ -180,17 +177,22 @@ class Pass:
         # The names of a call's tensors and of those that it makes, in the order of their addresses.
         self._names: list[str] | None = None
         self._launches = _prepared([call for call in calls if 0 not in call.grid], device, index)
-        self._aligned = set[str]().union(*[aligned_names(call.arguments.values()) for call in self.calls])
         self._is_direct = all(launch.is_direct for launch in self._launches)
-        self._sized = Sized(
+        # Everything in which calls of the pass may differ, but addresses and stream.
+        self.described = (
             tuple(tuple(a) for a in [*[self.allocations[name] for name in self.made], *block]),
             tuple(begin for begin, _ in self._parts.values()),
             num_counters,
-            tuple(launch.measured for launch in self._launches),
-            {},
+            tuple(launch.described for launch in self._launches),
         )
-        # Launches whose memory later ones may use.
-        self._spare: deque[Sequence[Filled]] = deque()
+        # Functions of the numbers in it, which make the tensors and lay the launches out; the second is written by the
+        # first call, which tells which tensors there are.
+        names = {"allocate": self._allocate, "torch": torch, "current": self._counters and self._counters.current}
+        self._make: Any = function("numbers, stream", self._making(), names)
+        self._lay_out: Any = None
+        self._sized = Sized((), {})
+        # Blocks of launches that later ones may use.
+        self._spare: deque[Sequence[Block]] = deque()
         self._is_open = False
         # A pass that CUDA graphs capture instead, if any: kernels chosen without regard to host time.
         self.captured: Pass | None = None
@@ -205,23 +207,20 @@ class Pass:
         needs for given tensors (those that are not None), or None where it does not apply.
         """
         self._is_open = True
-        measure: Callable[..., Sized | None] = trace.function(
-            [f"return {code(self._sized._replace(filled=None))}"],
-            self._sized[:4],
-            {"Sized": Sized, "Measured": Measured, "torch": torch},
-        )
+        needed = self._numbers()
+        measure: Callable[..., Sized | None] = trace.function([f"return Sized({code(needed)}, None)"], {"Sized": Sized})
         return measure
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, sized: Sized | None = None
     ) -> list[Tensor] | None:
         """The allocated tensors in the order of `made`, followed by workspace that is not the caller's; None if an
-        address lacks the alignment that the kernels need.
+        address lacks the alignment that the kernels need, or a number does not fit.
 
         `places`: the addresses of the tensors that are not None, if the caller knows them. `sized`: what `open`'s
         function returned for these tensors.
         """
-        index, stream, allocate = self._index, 0, self._allocate
+        index, stream = self._index, 0
         if index >= 0:
             if index != torch._C._cuda_getDevice():  # noqa: SLF001  (a guard takes microseconds)
                 with torch.cuda.device(index):
@@ -233,38 +232,76 @@ class Pass:
             tensors, places = self._copies(tensors), None
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-        sizes, begins, num_counters, launches, known = self._sized if sized is None else sized
-        made = [allocate(shape, strides, dtype) for shape, strides, dtype in sizes]
-        used = made if self._counters is None else [*made, self._counters.current(num_counters, stream)]
+        numbers, known = self._sized if sized is None else sized
+        made, used = self._make(numbers, stream)
         key = (stream, *places, *[tensor.data_ptr() for tensor in used])
-        filled = None if known is None else known.get(key)
-        if filled is None:
-            addresses = dict(zip(self._named(tensors), key[1:], strict=True))
-            for name, begin in zip(self._parts, begins, strict=True):
-                addresses[name] = addresses[BLOCK] + begin
-            for name in self._aligned:
-                if addresses[name] % ALIGNMENT:
-                    return None
-            filled = []
-            if self._is_direct:
-                spare = self._spare.pop() if known is None and self._spare else None
-                old = spare or (None,) * len(launches)
-                filled = [
-                    launch.filled(stream, addresses, measured, memory)
-                    for launch, measured, memory in zip(self._launches, launches, old, strict=True)
-                ]
+        blocks, is_spare = None if known is None else known.get(key), False
+        if blocks is None:
+            # Addresses that are met for the first time may never come again.
+            is_spare = known is None or (self._is_open and key not in known)
+            blocks = self._laid_out(numbers, key, tensors, is_spare=is_spare)
+            if blocks is None:
+                return None
             if known is not None:
-                known[key] = filled
-                if len(known) > MAX_FILLED:
+                known[key] = None if is_spare else blocks
+                if len(known) > MAX_LAID_OUT:
                     known.pop(next(iter(known)), None)
-        done = queued(filled)
+        done = queued(blocks)
         if done < len(self._launches):  # the driver refused the others, or hooks must see them
             if self._is_open:  # the kernels are described with numbers
                 return None
             self._start(done, stream, tensors, used)
-        elif known is None:
-            self._spare.append(filled)
-        return made
+        elif is_spare:
+            self._spare.append(blocks)
+        return made  # type: ignore[no-any-return]
+
+    def _laid_out(
+        self, numbers: tuple[Any, ...], key: tuple[int, ...], tensors: Sequence[Tensor | None], *, is_spare: bool
+    ) -> Sequence[Block] | None:
+        """The launches of a call. `is_spare`: their memory is lent until they have started."""
+        if self._lay_out is None:
+            self._lay_out = self._written(self._named(tensors))
+        if is_spare and self._spare:
+            blocks = self._spare.pop()
+        else:
+            blocks = [launch.block() for launch in self._launches] if self._is_direct else []
+        try:
+            fits = self._lay_out(numbers, key, blocks)
+        except struct.error:  # a number takes more bits than in the calls for which the kernels were compiled
+            return None
+        return blocks if fits else None
+
+    def _numbers(self) -> tuple[Number, ...]:
+        """The numbers of a trace that its calls differ in."""
+        found = {number.at: number for number in numbers_in(self.described)}
+        return tuple(found[at] for at in sorted(found))
+
+    def _making(self) -> list[str]:
+        """Code that returns (the tensors that are made, these and counters)."""
+        made = [f"allocate({code(shape)}, {code(strides)}, {dtype})" for shape, strides, dtype in self.described[0]]
+        lines = [*unpacked(self._numbers(), "numbers"), f"made = [{', '.join(made)}]"]
+        if self._counters is None:
+            return [*lines, "return made, made"]
+        return [*lines, f"return made, [*made, current({code(self.num_counters)}, stream)]"]
+
+    def _written(self, names: Sequence[str]) -> Any:
+        """The function that lays the launches out for tensors with these names."""
+        places = {name: f"at_{name}" for name in names}
+        refers: dict[str, Any] = {}
+        lines = [*unpacked(self._numbers(), "numbers"), f"stream, {', '.join(places.values())}, = key"]
+        places |= {name: f"at_{BLOCK} + {code(begin)}" for name, (begin, _) in self._parts.items()}
+        arguments = [argument for call in self.calls for argument in call.arguments.values()]
+        aligned = sorted(aligned_names(arguments))
+        if aligned:
+            lines.append(f"if ({' | '.join([places[name] for name in aligned])}) % {ALIGNMENT}: return False")
+
+        def spelled(address: Address) -> str:
+            offset = code(address.offset)
+            return places[address.name] if offset == "0" else f"{places[address.name]} + {offset}"
+
+        for at, launch in enumerate(self._launches if self._is_direct else ()):
+            lines += launch.lines(at, spelled, refers)
+        return function("numbers, key, blocks", [*lines, "return True"], refers)
 
     def _start(self, done: int, stream: int, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> None:
         """Launch the kernels from number `done` on by Triton's own path."""

@@ -285,5 +285,8 @@ def _most_programs(tiles: int, items: int, num_sms: int, lanes: int) -> int:
 @at_run_time
 def _evenly(limit: int, items: int, lanes: int) -> int:
     """At most `limit` CTAs of so many lanes, a few less if that cuts no item, or all of them equally."""
-    shares = ((n, n * lanes) for n in range(limit, int(EVEN * limit), -1))
-    return next((n for n, share in shares if share % items == 0 or items % share == 0), limit)
+    for programs in range(limit, int(EVEN * limit), -1):
+        shares = programs * lanes
+        if shares % items == 0 or items % shares == 0:
+            return programs
+    return limit
