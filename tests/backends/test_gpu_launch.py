@@ -7,7 +7,9 @@ launcher runs, against a driver that launches nothing (fake_cuda).
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,10 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilewise
 from fake_cuda import FakeCuda, fake_cuda
 from fake_gpus import nothing_prepared
+from tilewise import calls, ops, validation
 from tilewise import device as devices
-from tilewise import ops, validation
 from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.backends.triton.configs import SHORT_KEYS
@@ -143,6 +146,38 @@ def test_plans_that_serve_other_lengths_lay_out_the_same_bytes(which: Any, h200:
             assert laid_out(opened.bound, sized.numbers, given) == laid_out(exact, (), given)
             served += 1
         assert served > 2
+
+
+@pytest.mark.parametrize("case", ["decode", "prefill", "training"])
+@pytest.mark.parametrize("which", [HOPPER, TRITON], ids=lambda backend: backend.name)
+def test_a_thousand_lengths(
+    which: Any, case: str, h200: FakeCuda, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of new lengths compile nothing after the first few, and keep no memory."""
+    monkeypatch.setattr(type(which), "unavailable", lambda _: None)
+    calls.forget()
+
+    def call(length: int) -> None:
+        operands = operands_of(length, dim=128, heads=4)
+        q, k, v = (t.requires_grad_(case == "training") for t in operands[:3])
+        q = q[:, :, :1] if case == "decode" else q
+        out = tilewise.attention(q, k, v, causal=case != "decode", backend=which.name)
+        if case == "training":
+            torch.autograd.grad(out, (q, k, v), out)
+
+    for length in (*range(257, 1400, 37), *range(384, 1400, 128)):
+        call(length)
+    gc.collect()
+    before = len(compiled)
+    tracemalloc.start()
+    for length in range(300, 1300):
+        call(length)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert compiled[before:] == []
+    assert grown < 2 << 20
+    calls.forget()
 
 
 def test_a_tile_mask_is_data(h200: FakeCuda, compiled: list[str]) -> None:

@@ -61,12 +61,12 @@ FIRST_TO_CAPTURE_OVERLAPS = 12030
 
 
 class Map(NamedTuple):
-    """One tensor map of a launch: the driver's arguments before and after the address of the tensor, converted
-    beforehand, because that takes most of a call's time; and the word in which SMALL_BIT lies.
+    """One tensor map of a launch: the driver's arguments, one of which is `address`, that of the tensor; the others
+    were converted beforehand, because that takes most of a call's time. SMALL_BIT lies in `word`.
     """
 
-    before: tuple[Any, ...]
-    after: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    address: Any
     word: Any
 
 
@@ -130,9 +130,10 @@ def _map(tile: Tile, meta: Any, memory: Any, place: int, room: int) -> Map:
     struct.pack_into(f"<{2 * rank}I", memory, box, *meta["block_size"][::-1], *[1] * rank)
     places = (begin + room, begin + room + WORD * rank, begin + box, begin + box + WORD // 2 * rank)
     kinds = (NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
-    before = (POINTER_ARGUMENT(place), ctypes.c_int(ELEMENTS[tile.address.dtype]), ctypes.c_uint32(rank))
-    after = (*map(POINTER_ARGUMENT, places), *map(ctypes.c_int, kinds))
-    return Map(before, after, ctypes.c_uint64.from_address(place + WORD))
+    # Integers are passed like pointers, which ctypes does in half the time.
+    before = map(POINTER_ARGUMENT, (place, ELEMENTS[tile.address.dtype], rank))
+    address, after = ctypes.c_void_p(), map(POINTER_ARGUMENT, (*places, *kinds))
+    return Map((*before, address, *after), address, ctypes.c_uint64.from_address(place + WORD))
 
 
 def _refused(error: int, address: int, words: tuple[int, ...]) -> RuntimeError:
@@ -193,8 +194,7 @@ class Launch:
         is added to `names`.
         """
         begin = WORD * (len(self.values) + NUM_SCRATCH)
-        names |= {f"pack{at}": self.packing.pack_into, "encode": _entry("cuTensorMapEncodeTiled")}
-        names |= {"pointer": POINTER_ARGUMENT, "refused": _refused}
+        names |= {f"pack{at}": self.packing.pack_into, "encode": _entry("cuTensorMapEncodeTiled"), "refused": _refused}
         lines = [f"_, _, memory, maps = blocks[{at}]"]
         room = self._room
         for number, (_, tile, _) in enumerate(self._maps):
@@ -203,8 +203,9 @@ class Launch:
             address = spelled(tile.address)
             lines += [
                 f"pack{at}_{number}(memory, {room}, {', '.join(map(code, words))})",
-                f"before, after, word = maps[{number}]",
-                f"error = encode(*before, pointer({address}), *after)",
+                f"arguments, address, word = maps[{number}]",
+                f"address.value = {address}",
+                "error = encode(*arguments)",
                 f"if error: raise refused(error, {address}, {code(words)})",
             ]
             if _driver_version() <= LAST_WITH_SMALL_BIT:
