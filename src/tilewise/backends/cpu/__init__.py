@@ -49,9 +49,10 @@ class CpuBackend:
     def tile_shape(self, problem: AttentionProblem, _device: DeviceSpec) -> TileShape:
         """Rows of a work item and keys of a tile."""
         from tilewise.backends.cpu.isa import host
-        from tilewise.backends.cpu.schedule import block_rows
+        from tilewise.backends.cpu.schedule import Division, block_rows, bounds_of
 
-        return TileShape(block_rows(problem, torch.get_num_threads()), host().block_n)
+        rows = block_rows(Division.of(problem), bounds_of(problem), torch.get_num_threads())
+        return TileShape(rows, host().block_n)
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse) of canonical operands."""
@@ -63,7 +64,7 @@ class CpuBackend:
         """A paged pass into the caller's memory, as serving engines repeat it."""
         from tilewise.backends.cpu import launch
 
-        return launch.bind_forward(problem, operands, want_lse)
+        return None
 
     def bind_backward(self, problem: AttentionProblem, *tensors: Any) -> None:
         """None: every pass is prepared anew."""

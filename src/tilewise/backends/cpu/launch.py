@@ -6,10 +6,11 @@ Measurements behind the constants are in bench/results/cpu-choices.csv, by name.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from array import array
+import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +21,7 @@ from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.cache import program
 from tilewise.backends.cpu.emit import BF16, E4M3, FP16, FP32, INT8
 from tilewise.backends.cpu.isa import host
-from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
-from tilewise.memory import Reader
+from tilewise.backends.cpu.schedule import Bounds, BothLengths, Division, Numbers, Schedule, bounds_of, round_up
 from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
@@ -49,8 +49,19 @@ STRIDE_ORDER: dict[str, tuple[int | None, int | None, int | None]] = {
     "token": (0, 1, None),
 }
 
+# Where kernels find the address of an operand.
+ADDRESSED = {
+    "q": f.Q, "k": f.K, "v": f.V, "cu_seqlens_q": f.CU_SEQLENS_Q, "cu_seqlens_k": f.CU_SEQLENS_K,
+    "block_table": f.BLOCK_TABLE, "seqlens_k": f.SEQLENS_K, "bias": f.BIAS, "mask": f.MASK, "alibi_slopes": f.ALIBI,
+    "sinks": f.SINKS, "tiles": f.TILES, "tile_bits": f.TILE_BITS, "q_scale": f.Q_SCALES, "k_scale": f.K_SCALES,
+    "v_scale": f.V_SCALES,
+}  # fmt: skip
+
+# The function that inductor's code calls: it skips the dispatcher and takes half of torch.empty's time.
+allocate: Any = torch._C._dynamo.guards._empty_strided_cpu  # type: ignore[attr-defined]  # noqa: SLF001
+
 Block = dict[int, int]
-Values: TypeAlias = "array[int]"
+Values = Numbers
 
 
 def problem_fields(problem: AttentionProblem) -> Block:
@@ -137,6 +148,19 @@ def new_results(problem: AttentionProblem, device: str = "cpu") -> tuple[Tensor,
 Strides = tuple[int, ...]
 
 
+def row_fields(
+    problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides, out: Strides, lse: Strides
+) -> Block:
+    """Byte strides of everything that has rows."""
+    item, kv_item = problem.dtype.itemsize, schedule.kv_item(problem)
+    kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
+    fields = stride_fields(f.Q, q, 1 if "q" in problem.fp8 else item, kind) | stride_fields(f.OUT, out, item, kind)
+    fields |= stride_fields(f.K, k, kv_item, kv_kind) | stride_fields(f.V, v, kv_item, kv_kind)
+    fields[f.LSE_BATCH] = 4 * lse[0] if kind == "dense" else 4 * (kind == "token")
+    fields[f.LSE_HEAD] = 4 * lse[-2]
+    return fields
+
+
 @functools.lru_cache(maxsize=1024)
 def template(
     problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides, given_out: Strides | None = None
@@ -144,16 +168,8 @@ def template(
     """The parameter block of a call without addresses, to be copied. `out` is contiguous in the caller's layout, or has
     the strides that are given.
     """
-    item, kv_item = problem.dtype.itemsize, schedule.kv_item(problem)
-    kv_kind = problem.kind if problem.kind in ("dense", "paged") else "packed"
     out, lse = (result.stride() for result in new_results(problem, "meta"))
-    out = given_out or out
-    fields = problem_fields(problem)
-    fields |= stride_fields(f.Q, q, 1 if "q" in problem.fp8 else item, kind) | stride_fields(f.OUT, out, item, kind)
-    fields |= stride_fields(f.K, k, kv_item, kv_kind) | stride_fields(f.V, v, kv_item, kv_kind)
-    fields[f.LSE_BATCH] = 4 * lse[0] if kind == "dense" else 4 * (kind == "token")
-    fields[f.LSE_HEAD] = 4 * lse[-2]
-    return f.new_block(fields)
+    return f.new_block(problem_fields(problem) | row_fields(problem, kind, q, k, v, given_out or out, lse))
 
 
 def template_of(problem: AttentionProblem, operands: Operands) -> Values:
@@ -165,17 +181,24 @@ def template_of(problem: AttentionProblem, operands: Operands) -> Values:
 def put_operands(
     values: Values, problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, keep: list[Tensor]
 ) -> None:
-    """Fills in the addresses of operands and results. Temporary tensors are appended to `keep`."""
-    values[f.Q], values[f.K], values[f.V] = operands.q.data_ptr(), operands.k.data_ptr(), operands.v.data_ptr()
+    """Fills in the addresses of operands and results, and what kernels need of operands without rows. Temporary tensors
+    are appended to `keep`.
+    """
     values[f.OUT], values[f.LSE] = out.data_ptr(), lse.data_ptr()
-    if problem.kind != "dense":
-        put(values, _sequence_fields(operands, keep))
-    if problem.fp8:
-        put(values, _scale_fields(problem, operands))
-    if problem.tiles_shape is not None:
-        put(values, _tile_fields(operands, keep))
-    if values[f.FEATURES] or problem.has_sinks:
-        put(values, _feature_fields(problem, operands, keep))
+    read = readable(problem, operands)
+    for (name, position), tensor in zip(ADDRESSED.items(), _addressed(read), strict=True):
+        if tensor is not None:
+            values[position] = tensor.data_ptr()
+            if tensor is not getattr(operands, name):
+                keep.append(tensor)
+    put(values, more_fields(problem, read))
+    if problem.dropout > 0.0 and operands.seed is not None:
+        seed, *origin = operands.seed.reshape(-1).tolist()
+        put(values, {f.SEED_LOW: seed & 0xFFFFFFFF, f.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF})
+        put(values, {f.ORIGIN_BATCH + i: start for i, start in enumerate(origin)})
+
+
+_addressed = operator.attrgetter(*ADDRESSED)
 
 
 def put(values: Values, fields: Block) -> None:
@@ -184,99 +207,88 @@ def put(values: Values, fields: Block) -> None:
         values[position] = value
 
 
-def _sequence_fields(operands: Operands, keep: list[Tensor]) -> Block:
+def readable(problem: AttentionProblem, operands: Operands) -> Operands:
+    """Canonical operands with copies of those that kernels cannot read."""
+    tables = ("cu_seqlens_q", "cu_seqlens_k", "block_table", "seqlens_k") if problem.kind != "dense" else ()
+    found: dict[str, Any] = {name: _contiguous(getattr(operands, name), torch.int32) for name in tables}
+    found["sinks"] = _contiguous(operands.sinks, torch.float32)
+    bias, tiles = operands.bias, operands.tiles
+    if bias is not None and bias.dtype not in DTYPES:
+        # fp64 is rounded to fp32, before being expanded.
+        stored = bias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in bias.stride())]
+        found["bias"] = stored.to(torch.float32).expand(bias.shape)
+    if tiles is not None:
+        assert operands.tile_bits is not None
+        found["tiles"] = tiles if tiles.stride(3) == 1 or tiles.shape[3] == 1 else tiles.contiguous()
+        found["tile_bits"] = bits_by_keys(operands.tile_bits).contiguous()
+    return operands._replace(**found)
+
+
+def _contiguous(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if tensor is None or (tensor.dtype == dtype and is_contiguous(tensor)):
+        return tensor
+    return tensor.to(dtype).contiguous()
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """As the method of a tensor, also for tensors of a trace."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def more_fields(problem: AttentionProblem, operands: Operands) -> Block:
+    """Byte strides, sizes and dtypes of readable operands without rows."""
     block: Block = {}
-    tables = (
-        (f.CU_SEQLENS_Q, operands.cu_seqlens_q),
-        (f.CU_SEQLENS_K, operands.cu_seqlens_k),
-        (f.SEQLENS_K, operands.seqlens_k),
-    )
-    for position, table in tables:
-        if table is not None:
-            keep.append(table.to(torch.int32).contiguous())
-            block[position] = keep[-1].data_ptr()
+    bias, mask, slopes, tiles = operands.bias, operands.mask, operands.alibi_slopes, operands.tiles
     if operands.block_table is not None:
-        keep.append(operands.block_table.to(torch.int32).contiguous())
-        block |= {f.BLOCK_TABLE: keep[-1].data_ptr(), f.BLOCK_TABLE_ROW: 4 * keep[-1].shape[1]}
-    return block
-
-
-def _scale_fields(problem: AttentionProblem, operands: Operands) -> Block:
-    """Addresses and byte strides of the scales of 8-bit operands, and the rows that share one."""
-    block: Block = {}
-    positions = (f.Q_SCALES, f.K_SCALES, f.V_SCALES)
+        block[f.BLOCK_TABLE_ROW] = 4 * operands.block_table.shape[1]
+    if bias is not None:
+        block |= _strides_from(f.BIAS, bias) | {f.BIAS_DTYPE: DTYPES[bias.dtype]}
+    if mask is not None:
+        block |= _strides_from(f.MASK, mask)
+    if slopes is not None:
+        block |= _strides_from(f.ALIBI, slopes)
+    if tiles is not None:
+        assert operands.tile_bits is not None
+        batch, head, row = (4 * stride for stride in tiles.stride()[:3])
+        numbers = (batch, head, row, TILE * tiles.shape[3])
+        block |= dict(enumerate(numbers, f.TILES + 1)) | {f.NUM_TILE_BITS: len(operands.tile_bits)}
     scales = (operands.q_scale, operands.k_scale, operands.v_scale)
-    for position, scale, rows in zip(positions, scales, problem.scale_blocks, strict=True):
+    for position, scale, rows in zip((f.Q_SCALES, f.K_SCALES, f.V_SCALES), scales, problem.scale_blocks, strict=True):
+        # With the rows that share one.
         if scale is not None:
-            strides = (4 * stride for stride in scale.stride())
-            block |= dict(enumerate((scale.data_ptr(), *strides, rows or 0), position))
+            block |= _strides_from(position, scale) | {position + 4: rows or 0}
     return block
 
 
-def _tile_fields(operands: Operands, keep: list[Tensor]) -> Block:
-    """A tile mask: rows of the map are contiguous, and so are its bits."""
-    tiles, bits = operands.tiles, operands.tile_bits
-    assert tiles is not None
-    assert bits is not None
-    tiles = tiles if tiles.stride(3) == 1 or tiles.shape[3] == 1 else tiles.contiguous()
-    keep += [tiles, bits_by_keys(bits).contiguous()]
-    batch, head, row = (4 * stride for stride in tiles.stride()[:3])
-    places = (tiles.data_ptr(), batch, head, row, TILE * tiles.shape[3], keep[-1].data_ptr(), len(bits))
-    return dict(enumerate(places, f.TILES))
-
-
-def _feature_fields(problem: AttentionProblem, operands: Operands, keep: list[Tensor]) -> Block:
-    block: Block = {}
-    if operands.bias is not None:
-        bias = _readable(operands.bias)
-        block |= _score_fields(f.BIAS, bias) | {f.BIAS_DTYPE: DTYPES[bias.dtype]}
-        keep.append(bias)
-    if operands.mask is not None:
-        block |= _score_fields(f.MASK, operands.mask)
-    if operands.alibi_slopes is not None:
-        slopes = operands.alibi_slopes
-        block |= {f.ALIBI: slopes.data_ptr(), f.ALIBI_BATCH: 4 * slopes.stride(0), f.ALIBI_HEAD: 4 * slopes.stride(1)}
-    if operands.sinks is not None:
-        keep.append(operands.sinks.to(torch.float32).contiguous())
-        block[f.SINKS] = keep[-1].data_ptr()
-    if problem.dropout > 0.0 and operands.seed is not None:
-        seed, *origin = operands.seed.reshape(-1).tolist()
-        block |= {f.SEED_LOW: seed & 0xFFFFFFFF, f.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF}
-        block |= {f.ORIGIN_BATCH + i: start for i, start in enumerate(origin)}
-    return block
-
-
-def _score_fields(position: int, tensor: Tensor) -> Block:
-    item = tensor.element_size()
-    strides = {position + 1 + i: stride * item for i, stride in enumerate(tensor.stride())}
-    return {position: tensor.data_ptr(), **strides}
-
-
-def _readable(bias: Tensor) -> Tensor:
-    """A bias the kernels can read: fp64 is rounded to fp32, before being expanded."""
-    if bias.dtype in DTYPES:
-        return bias
-    stored = bias[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in bias.stride())]
-    return stored.to(torch.float32).expand(bias.shape)
+def _strides_from(position: int, tensor: Tensor) -> Block:
+    """Byte strides of a tensor whose address is at a position."""
+    item = tensor.dtype.itemsize
+    return {position + i: stride * item for i, stride in enumerate(tensor.stride(), 1)}
 
 
 @functools.lru_cache(maxsize=256)
-def forward_workspace(problem: AttentionProblem, block_m: int) -> tuple[Block, int]:
+def forward_workspace(division: Division, block_m: int, *, in_tiles: bool) -> tuple[Block, int]:
     """Offsets in one thread's workspace, and its size in bytes. On a matrix unit, packed head dims are whole tiles."""
-    rows, in_tiles = round_up(block_m, host().panel), forward_program(problem) == "forward_matrix"
-    floats, changed = matrix_floats(problem, rows) if in_tiles else (forward_floats(problem, rows), {})
-    if schedule.folds(problem):
+    rows, dims = round_up(block_m, host().panel), (division.head_dim, division.head_dim_v)
+    floats, changed = matrix_floats(*dims, rows) if in_tiles else (forward_floats(*dims, rows), {})
+    if division.folds:
         # Totals of a block, shaped like WS_ACC, and the rounding errors of their sums.
         floats |= {f.WS_TOTAL: floats[f.WS_ACC], f.WS_CARRY: floats[f.WS_ACC] - rows}
     offsets, size = places(floats)
     return offsets | changed, size
 
 
-def forward_floats(problem: AttentionProblem, rows: int) -> dict[int, int]:
+def forward_floats(head_dim: int, head_dim_v: int, rows: int) -> dict[int, int]:
     """The buffers of a block of `rows` rows and their sizes in floats."""
     isa = host()
-    width = round_up(problem.head_dim, math.lcm(isa.dim_step, isa.lanes))
-    width_v = round_up(problem.head_dim_v, isa.value_step)
+    width = round_up(head_dim, math.lcm(isa.dim_step, isa.lanes))
+    width_v = round_up(head_dim_v, isa.value_step)
     return {
         f.WS_Q: rows * width,
         f.WS_ACC: rows * (width_v + 2),
@@ -287,11 +299,11 @@ def forward_floats(problem: AttentionProblem, rows: int) -> dict[int, int]:
     } | _row_floats(rows, width)
 
 
-def matrix_floats(problem: AttentionProblem, rows: int) -> tuple[dict[int, int], Block]:
+def matrix_floats(head_dim: int, head_dim_v: int, rows: int) -> tuple[dict[int, int], Block]:
     """`forward_floats` for a matrix unit, and the padded head dims."""
     panel, unit = host().panel, host().matrix
     assert unit is not None
-    width, width_v = (round_up(dim, unit.depth) for dim in (problem.head_dim, problem.head_dim_v))
+    width, width_v = (round_up(dim, unit.depth) for dim in (head_dim, head_dim_v))
     floats = {
         f.WS_Q: rows * width // 2,
         f.WS_ACC: rows * (width_v + 2),
@@ -330,27 +342,38 @@ def places(floats: dict[int, int]) -> tuple[Block, int]:
     return offsets, round_up(end, 4096) + 64
 
 
-def lengths(problem: AttentionProblem, operands: Operands) -> tuple[Lengths, Lengths]:
-    """Query and key lengths of all sequences."""
-    q_lengths, k_lengths = schedule.dense_lengths(problem)
-    if operands.cu_seqlens_q is not None:
-        q_lengths = np.diff(operands.cu_seqlens_q.numpy()).astype(np.int64)
+def lengths(problem: AttentionProblem, operands: Operands) -> BothLengths | None:
+    """Query and key lengths of all sequences; None if all are as long as the bounds say."""
+    if problem.kind == "dense":
+        return None
+    q = [problem.seqlen_q] * problem.batch if operands.cu_seqlens_q is None else _differences(operands.cu_seqlens_q)
     if operands.seqlens_k is not None:
-        k_lengths = operands.seqlens_k.numpy().astype(np.int64)
-    elif operands.cu_seqlens_k is not None:
-        k_lengths = np.diff(operands.cu_seqlens_k.numpy()).astype(np.int64)
-    return q_lengths, k_lengths
+        return q, operands.seqlens_k.tolist()
+    return q, [problem.seqlen_k] * problem.batch if operands.cu_seqlens_k is None else _differences(operands.cu_seqlens_k)
 
 
-def expected_microseconds(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> int:
+def _differences(totals: Tensor) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(totals.tolist())]
+
+
+def both_lengths(bounds: Bounds, given: BothLengths | None) -> BothLengths:
+    """The lengths of all sequences, also where they are equal."""
+    return given or ((bounds.seqlen_q,) * bounds.batch, (bounds.seqlen_k,) * bounds.batch)
+
+
+def expected_microseconds(division: Division, bounds: Bounds, given: BothLengths | None, *, in_tiles: bool) -> int:
     """Estimated time of a forward pass on one thread."""
-    dims = problem.head_dim + problem.head_dim_v
-    if schedule.decodes(problem):
-        rows = int(k_lengths[q_lengths > 0].sum()) * problem.num_kv_heads
-        return rows * dims * schedule.kv_item(problem) // DECODED_BYTES
-    flops = 2 * int(q_lengths.dot(k_lengths)) * problem.num_heads * dims
-    rate = FLOPS_WITH_MATRIX if forward_program(problem) == "forward_matrix" else FLOPS_PER_LANE * host().lanes
-    return flops // rate
+    dims = division.head_dim + division.head_dim_v
+    if division.decodes:
+        keys = (
+            bounds.batch * bounds.seqlen_k
+            if given is None
+            else sum([keys for rows, keys in zip(*given, strict=True) if rows])
+        )
+        return keys * division.num_kv_heads * dims * division.kv_item // DECODED_BYTES
+    pairs = bounds.batch * bounds.seqlen_q * bounds.seqlen_k if given is None else sum(map(operator.mul, *given))
+    rate = FLOPS_WITH_MATRIX if in_tiles else FLOPS_PER_LANE * host().lanes
+    return 2 * pairs * division.num_heads * dims // rate
 
 
 def useful_threads(expected: int, available: int) -> int:
@@ -367,39 +390,122 @@ def clear_unused_rows(totals: Tensor | None, out: Tensor, lse: Tensor | None) ->
             lse[:, used:].fill_(-torch.inf)
 
 
-class Call(NamedTuple):
-    """A forward pass, or the part of it for some sequences, without its tensors."""
+class Run(NamedTuple):
+    """A program and its parameter block without addresses. `threads` is 0 if there is nothing to do. `num_partials` and
+    `partial_bytes`: the results of chunks of keys that are merged, 0 if there are none.
+    """
 
     program: str
     values: Values
-    plan: Schedule
+    entries: Numbers
     workspace_bytes: int
     threads: int
     is_long: bool
+    num_partials: int
+    partial_bytes: int
+
+    @classmethod
+    def of(
+        cls, program: str, values: Values, plan: Schedule, workspace_bytes: int, threads: int, *, is_long: bool
+    ) -> Run:
+        """That of a schedule, on as many threads as the work justifies. `values` are filled in."""
+        items = plan.num_entries * plan.units
+        threads = min(threads, items)
+        values[f.NUM_ITEMS], values[f.UNITS], values[f.HEADS_PER_UNIT] = items, plan.units, plan.heads_per_unit
+        values[f.BLOCK_M], values[f.CHUNK], values[f.WORKSPACE_BYTES] = plan.block_m, plan.chunk, workspace_bytes
+        values[f.ITEMS_AT_ONCE] = max(1, min(MOST_AT_ONCE, items // (TURNS * max(1, threads))))
+        if not plan.split:
+            return cls(program, values, plan.entries, workspace_bytes, threads, is_long, 0, 0)
+        values[f.PARTIAL_BYTES] = partial_bytes = 4 * plan.block_m * (values[f.DIM_V_PADDED] + 2)
+        return cls(program, values, plan.entries, workspace_bytes, threads, is_long, items, partial_bytes)
+
+    def start(self, values: Values) -> None:
+        """Run the program with these values, which have addresses. A long run handles signals."""
+        if not self.threads:
+            return
+        workspace = allocate((self.threads * self.workspace_bytes,), (1,), torch.uint8)
+        values[f.WORKSPACE], values[f.SCHEDULE] = workspace.data_ptr(), self.entries.buffer_info()[0]
+        if self.num_partials:
+            partials = allocate((self.num_partials * self.partial_bytes,), (1,), torch.uint8)
+            done = torch.zeros(self.num_partials, dtype=torch.int64, device="cpu")
+            values[f.PARTIALS], values[f.DONE] = partials.data_ptr(), done.data_ptr()
+        (interrupts if self.is_long else threads).run(program(self.program).address, values, self.threads)
+
+
+class Kernel:
+    """A program for a forward pass, with the part of its parameter block that does not depend on lengths."""
+
+    __slots__ = ("_blocks", "_constants", "_division", "_in_tiles", "_program")
+
+    def __init__(self, program: str, division: Division, constants: Values) -> None:
+        self._program, self._division, self._constants = program, division, constants
+        self._in_tiles = program == "forward_matrix"
+        # The parameter block and the bytes of a workspace, by the rows of a work item: there are few.
+        self._blocks: dict[int, tuple[Values, int]] = {}
+
+    def run(self, bounds: Bounds, given: BothLengths | None, available: int) -> Run:
+        """The run for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
+        division = self._division
+        expected = expected_microseconds(division, bounds, given, in_tiles=self._in_tiles)
+        count = useful_threads(expected, available)
+        plan = schedule.forward_schedule(division, bounds, given, count)
+        found = self._blocks.get(plan.block_m)
+        if found is None:
+            offsets, size = forward_workspace(division, plan.block_m, in_tiles=self._in_tiles)
+            values = self._constants[:]
+            put(values, offsets)
+            found = self._blocks[plan.block_m] = values, size
+        values, size = found[0][:], found[1]
+        return Run.of(self._program, values, plan, size, count, is_long=expected >= LONG_MICROSECONDS)
+
+
+class Forward:
+    """The kernels of a forward pass: one for all sequences, or another one for those with few query rows."""
+
+    __slots__ = ("_few", "_group", "_kernel")
+
+    def __init__(self, problem: AttentionProblem, constants: Values) -> None:
+        division = Division.of(problem)
+        self._kernel, self._group = Kernel(forward_program(problem), division, constants), problem.group_size
+        self._few = None
+        if problem.kind != "dense" and problem.tiles_shape is None and not division.decodes:
+            self._few = Kernel("decode", Division.of(problem, few=True), constants)
+
+    def runs(self, bounds: Bounds, given: BothLengths | None, available: int) -> list[Run]:
+        """The runs for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
+        few = self._few
+        if few is None or given is None:
+            return [self._kernel.run(bounds, given, available)]
+        parts = schedule.divided(self._group, bounds, given)
+        found = []
+        for is_few, part, lengths_of_part in parts:
+            run = (few if is_few else self._kernel).run(part, lengths_of_part, available)
+            run.values[f.SEQLEN_Q] = part.seqlen_q
+            found.append(run)
+        return found
 
 
 @functools.lru_cache(maxsize=256)
 def prepared(
-    problem: AttentionProblem, kind: str, available: int, q_lengths: bytes, k_lengths: bytes, *strides: Strides
-) -> tuple[Call, ...]:
-    """How a problem with sequences of these lengths (int64; none if dense) runs on up to `available` threads.
+    problem: AttentionProblem,
+    kind: str,
+    available: int,
+    given: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    *strides: Strides,
+) -> list[Run]:
+    """How a problem with sequences of these lengths (None: dense) runs on up to `available` threads.
 
     Cached, which saves small calls and the layers of a model host time.
     """
-    if problem.kind == "dense":
-        q, k = schedule.dense_lengths(problem)
-    else:
-        q, k = (np.frombuffer(given, np.int64) for given in (q_lengths, k_lengths))
-    calls = []
-    for part, rows in schedule.divided(problem, q):
-        expected = expected_microseconds(part, rows, k)
-        count = useful_threads(expected, available)
-        plan = schedule.forward_schedule(part, rows, k, count)
-        offsets, size = forward_workspace(part, plan.block_m)
-        values = template(part, kind, *strides)[:]
-        put(values, offsets)
-        calls.append(Call(forward_program(part), values, plan, size, count, expected >= LONG_MICROSECONDS))
-    return tuple(calls)
+    return Forward(problem, template(problem, kind, *strides)).runs(bounds_of(problem), given, available)
+
+
+def prepared_for(problem: AttentionProblem, operands: Operands, out: Tensor, available: int) -> list[Run]:
+    """`prepared` for these tensors."""
+    given = lengths(problem, operands)
+    strides = operands.q.stride(), operands.k.stride(), operands.v.stride(), out.stride()
+    known = None if given is None else (tuple(given[0]), tuple(given[1]))
+    return prepared(problem, query_kind(problem, operands), available, known, *strides)
 
 
 def forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -432,99 +538,13 @@ def forward_into(problem: AttentionProblem, operands: Operands, rows: Tensor | N
     _run_forward(problem, operands, out, lse, merging)
 
 
-def prepared_for(problem: AttentionProblem, operands: Operands, out: Tensor, available: int) -> tuple[Call, ...]:
-    """`prepared` for these tensors."""
-    given = (b"", b"")
-    if problem.kind != "dense":
-        q_lengths, k_lengths = lengths(problem, operands)
-        given = (q_lengths.tobytes(), k_lengths.tobytes())
-    strides = operands.q.stride(), operands.k.stride(), operands.v.stride(), out.stride()
-    return prepared(problem, query_kind(problem, operands), available, *given, *strides)
-
-
 def _run_forward(problem: AttentionProblem, operands: Operands, out: Tensor, lse: Tensor, more: Block) -> None:
     keep: list[Tensor] = []
-    for call in prepared_for(problem, operands, out, threads.num_threads()):
-        values = call.values[:]
+    for run in prepared_for(problem, operands, out, threads.num_threads()):
+        values = run.values[:]
         put_operands(values, problem, operands, out, lse, keep)
         put(values, more)
-        run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long)
-
-
-# Operands of which only the address changes between calls of one signature, and the slot of that address.
-ADDRESSED = {
-    "q": f.Q, "k": f.K, "v": f.V, "cu_seqlens_q": f.CU_SEQLENS_Q, "block_table": f.BLOCK_TABLE,
-    "seqlens_k": f.SEQLENS_K, "sinks": f.SINKS, "k_scale": f.K_SCALES, "v_scale": f.V_SCALES, "out": f.OUT,
-}  # fmt: skip
-TOTALS, LENGTHS, OUT = (Operands._fields.index(name) for name in ("cu_seqlens_q", "seqlens_k", "out"))
-
-
-class Repeated:
-    """`forward` for paged tensors of one signature. While lengths stay the same, as they do in all layers of a decoding
-    step, only addresses are filled in.
-    """
-
-    __slots__ = ("_last", "_lengths", "_positions", "_problem", "_totals", "made")
-
-    def __init__(self, problem: AttentionProblem, operands: Operands, want_lse: bool) -> None:
-        present = [name for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None]
-        self._positions = [ADDRESSED[name] for name in present]
-        self._problem, self._totals, self._lengths = problem, Reader(), Reader()
-        self.made = ("lse",) if want_lse else ()
-        self._last: tuple[tuple[int, bytes, bytes], list[Call]] | None = None
-
-    def __call__(
-        self, tensors: Sequence[Any], places: tuple[int, ...] | None = None, sized: Any = None
-    ) -> list[Tensor]:
-        """See tilewise.backends.base.Bound."""
-        del sized
-        if places is None:
-            places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-        totals, seqlens_k = tensors[TOTALS], tensors[LENGTHS]
-        starts = b"" if totals is None else self._totals.read(totals)
-        key = threads.num_threads(), starts, self._lengths.read(seqlens_k)
-        last = self._last
-        if last is None or last[0] != key:
-            self._last = last = key, self._calls(Operands(*tensors), key[0])
-        shape = self._problem.lse_shape
-        lse = torch.empty(shape, dtype=torch.float32, device="cpu") if self.made else None
-        unread = 0 if self.made else 4 * math.prod(shape)
-        if totals is not None:
-            clear_unused_rows(totals, tensors[OUT], lse)
-        for call in last[1]:
-            values = call.values[:]
-            for position, place in zip(self._positions, places, strict=True):
-                values[position] = place
-            if lse is not None:
-                values[f.LSE] = lse.data_ptr()
-            run_items(call.program, values, call.plan, call.workspace_bytes, call.threads, call.is_long, unread)
-        return [] if lse is None else [lse]
-
-    def _calls(self, operands: Operands, available: int) -> list[Call]:
-        """The calls with all fields but addresses, which are those of these operands."""
-        assert operands.out is not None
-        calls = []
-        for call in prepared_for(self._problem, operands, operands.out, available):
-            values = call.values[:]
-            put_operands(values, self._problem, operands, operands.out, operands.out, [])
-            calls.append(call._replace(values=values))
-        return calls
-
-
-def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) -> Repeated | None:
-    """`forward` for canonical operands like these; None where it would have to look at more than their addresses."""
-    present = [name for name, tensor in zip(Operands._fields, operands, strict=True) if tensor is not None]
-    if problem.kind != "paged" or problem.max_logits or not ADDRESSED.keys() >= set(present) or present[-1] != "out":
-        return None
-    out, sinks, table = operands.out, operands.sinks, operands.block_table
-    assert out is not None
-    assert table is not None
-    is_copied = not table.is_contiguous() or (
-        sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous())
-    )
-    if is_copied or out.numel() == 0 or (out.stride(-1) != 1 and problem.head_dim_v > 1):
-        return None
-    return Repeated(problem, operands, want_lse)
+        run.start(values)
 
 
 def forward_program(problem: AttentionProblem) -> str:
@@ -534,33 +554,3 @@ def forward_program(problem: AttentionProblem) -> str:
     # An 8-bit code times its scale does not fit bf16.
     in_tiles = problem.dtype == torch.bfloat16 and not problem.fp8 and host().matrix is not None
     return "forward_matrix" if in_tiles else "forward"
-
-
-def run_items(
-    name: str, values: Values, plan: Schedule, workspace_bytes: int, count: int, is_long: bool, unread_lse: int = 0
-) -> None:
-    """Run a program over a schedule with as many threads as the work justifies. A long one handles signals.
-
-    `unread_lse`: bytes of an lse that nobody reads. Kernels always write one; it then lies behind the workspace.
-    """
-    items = plan.entries.shape[0] * plan.units
-    count = min(count, items)
-    if count == 0:
-        return
-    workspace = torch.empty(count * workspace_bytes + unread_lse, dtype=torch.uint8, device="cpu")
-    if unread_lse:
-        values[f.LSE] = workspace.data_ptr() + count * workspace_bytes
-    values[f.NUM_ITEMS], values[f.UNITS], values[f.HEADS_PER_UNIT] = items, plan.units, plan.heads_per_unit
-    values[f.SCHEDULE], values[f.BLOCK_M], values[f.CHUNK] = plan.entries.data_ptr(), plan.block_m, plan.chunk
-    values[f.WORKSPACE], values[f.WORKSPACE_BYTES] = workspace.data_ptr(), workspace_bytes
-    values[f.ITEMS_AT_ONCE] = max(1, min(MOST_AT_ONCE, items // (TURNS * count)))
-    if plan.split:
-        partial_bytes = 4 * plan.block_m * (values[f.DIM_V_PADDED] + 2)
-        partials = torch.empty(items * partial_bytes, dtype=torch.uint8, device="cpu")
-        done = torch.zeros(items, dtype=torch.int64, device="cpu")
-        values[f.PARTIALS], values[f.PARTIAL_BYTES], values[f.DONE] = (
-            partials.data_ptr(),
-            partial_bytes,
-            done.data_ptr(),
-        )
-    (interrupts if is_long else threads).run(program(name).address, values, count)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,8 +17,17 @@ from tilewise.backends.cpu import launch, schedule, threads
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.emit import FP32
 from tilewise.backends.cpu.isa import host
-from tilewise.backends.cpu.launch import Block, Values
-from tilewise.backends.cpu.schedule import Lengths, Schedule, round_up
+from tilewise.backends.cpu.launch import Block, Run, Values, both_lengths
+from tilewise.backends.cpu.schedule import (
+    Bounds,
+    BothLengths,
+    Division,
+    Lengths,
+    Schedule,
+    bounds_of,
+    keys_seen,
+    round_up,
+)
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
@@ -26,7 +35,6 @@ from tilewise.problem import AttentionProblem
 BLOCK_ROWS = 256
 # Keys per work item where dk and dv are split over keys.
 BLOCK_KEYS = 256
-EVERYTHING = 1 << 40
 # Time of a backward pass in forward passes: up to seven products instead of two.
 BACKWARD_PER_FORWARD = 3
 
@@ -41,7 +49,8 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Gradients of canonical operands."""
-    q_lengths, k_lengths = launch.lengths(problem, operands)
+    lengths = launch.lengths(problem, operands)
+    _, k_lengths = both_lengths(bounds_of(problem), lengths)
     runs = out.numel() > 0 and problem.seqlen_k > 0
     grads = new_gradients(problem, operands, wanted, k_lengths, zero=not runs)
     delta = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
@@ -49,7 +58,8 @@ def backward(
         keep: list[Tensor] = []
         values = input_values(problem, operands, out, lse, dout, dlse, keep)
         launch.put(values, output_fields(problem, operands, grads, delta, k_lengths, keep))
-        run_passes("backward", workspace, problem, values, wanted, q_lengths, k_lengths, BACKWARD_PER_FORWARD)
+        kernel = Kernel("backward", workspace, problem, wanted, BACKWARD_PER_FORWARD, values)
+        kernel.start(bounds_of(problem), lengths)
         if grads.dq is not None:
             launch.clear_unused_rows(operands.cu_seqlens_q, grads.dq, None)
     elif delta is not None and dlse is not None:
@@ -122,7 +132,7 @@ def new_gradients(
     def new_kv(like: Tensor) -> Tensor:
         if problem.kind != "paged":
             return new(like, zero=zero or problem.kind != "dense")
-        shape = int(k_lengths.sum()), problem.num_kv_heads, like.shape[-1]
+        shape = sum(k_lengths), problem.num_kv_heads, like.shape[-1]
         return (torch.zeros if zero else torch.empty)(shape, dtype=torch.float32, device="cpu")
 
     shape = problem.bias_shape if wanted.dbias else None
@@ -146,7 +156,7 @@ def output_fields(
     dense, paged = problem.kind == "dense", problem.kind == "paged"
     block: Block = {f.KV_GRAD_DTYPE: FP32 if paged else launch.DTYPES[problem.dtype]}
     if not dense:
-        keep.append(torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths)])))
+        keep.append(torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths, dtype=np.int64)])))
         block[f.CU_GRADS_K] = keep[-1].data_ptr()
     kv_kind = "dense" if dense else "packed"
     kinds = launch.query_kind(problem, operands), kv_kind, kv_kind
@@ -168,8 +178,9 @@ def _into_pages(packed: Tensor | None, pages: Tensor, operands: Operands, k_leng
     if packed is None or operands.block_table is None:
         return None
     num_pages, page_size = pages.shape[:2]
-    batch = np.repeat(np.arange(len(k_lengths)), k_lengths)
-    position = np.arange(len(batch)) - np.repeat(np.cumsum(k_lengths) - k_lengths, k_lengths)
+    counts = np.asarray(k_lengths, dtype=np.int64)
+    batch = np.repeat(np.arange(len(counts)), counts)
+    position = np.arange(len(batch)) - np.repeat(np.cumsum(counts) - counts, counts)
     page = operands.block_table.numpy()[batch, position // page_size].astype(np.int64)
     slots = torch.from_numpy(page * page_size + position % page_size)
     total = torch.zeros(num_pages * page_size, *pages.shape[2:], dtype=torch.float32, device="cpu")
@@ -190,122 +201,147 @@ def _sink_gradient(operands: Operands, lse: Tensor, delta: Tensor) -> Tensor:
     return torch.from_numpy(total).to(sinks.dtype)
 
 
-def run_passes(
-    program: str,
-    workspace: Callable[[AttentionProblem, int, int], tuple[Block, int]],
-    problem: AttentionProblem,
-    values: Values,
-    wanted: Wanted,
-    q_lengths: Lengths,
-    k_lengths: Lengths,
-    per_forward: int,
-) -> None:
-    """Run a program over what is needed. `per_forward` is the time of all passes in forward passes."""
-    expected = launch.expected_microseconds(problem, q_lengths, k_lengths)
-    count = launch.useful_threads(expected, threads.num_threads())
-    for work, plan, keys in _passes(problem, wanted, count, q_lengths.tobytes(), k_lengths.tobytes()):
-        offsets, size = workspace(problem, work, keys)
-        block = values[:]
-        launch.put(block, offsets)
-        block[f.WORK] = work
-        launch.run_items(program, block, plan, size, count, per_forward * expected >= launch.LONG_MICROSECONDS)
+Workspace = Callable[[int, int, int, int], tuple[Block, int]]
+
+
+class Kernel:
+    """A program for a backward pass, with the part of its parameter block that does not depend on lengths.
+    `per_forward` is the time of all that is wanted in forward passes.
+    """
+
+    __slots__ = ("_bias_shape", "_constants", "_division", "_in_tiles", "_per_forward", "_program", "_wanted", "_workspace")
+
+    def __init__(
+        self,
+        program: str,
+        workspace: Workspace,
+        problem: AttentionProblem,
+        wanted: Wanted,
+        per_forward: int,
+        constants: Values,
+    ) -> None:
+        self._program, self._workspace, self._per_forward = program, workspace, per_forward
+        self._division, self._wanted, self._constants = Division.of(problem), wanted, constants
+        self._in_tiles = launch.forward_program(problem) == "forward_matrix"
+        self._bias_shape = problem.bias_shape if wanted.dbias else None
+
+    def runs(self, bounds: Bounds, given: BothLengths | None, available: int) -> list[Run]:
+        """The runs for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
+        division = self._division
+        expected = launch.expected_microseconds(division, bounds, given, in_tiles=self._in_tiles)
+        count, is_long = launch.useful_threads(expected, available), self._per_forward * expected >= launch.LONG_MICROSECONDS
+        known = None if given is None else (tuple(given[0]), tuple(given[1]))
+        found = []
+        for work, plan, keys in _passes(division, self._wanted, self._bias_shape, count, bounds, known):
+            offsets, size = self._workspace(division.head_dim, division.head_dim_v, work, keys)
+            values = self._constants[:]
+            launch.put(values, offsets)
+            values[f.WORK] = work
+            found.append(Run.of(self._program, values, plan, size, count, is_long=is_long))
+        return found
+
+    def start(self, bounds: Bounds, given: BothLengths | None) -> None:
+        """Run the program over all that is wanted; the constants have addresses."""
+        for run in self.runs(bounds, given, threads.num_threads()):
+            run.start(run.values)
 
 
 @functools.lru_cache(maxsize=64)
 def _passes(
-    problem: AttentionProblem, wanted: Wanted, count: int, q_bytes: bytes, k_bytes: bytes
+    division: Division,
+    wanted: Wanted,
+    bias_shape: tuple[int, int, int, int] | None,
+    count: int,
+    bounds: Bounds,
+    given: tuple[tuple[int, ...], tuple[int, ...]] | None,
 ) -> list[tuple[int, Schedule, int]]:
-    """WORK, items and keys of dk and dv of each pass, for lengths as int64: all gradients per K/V head at once, or dq
-    and dk/dv separately; and dbias. Cached: the layers of a model ask for the same.
+    """WORK, items and keys of dk and dv of each pass: all gradients per K/V head at once, or dq and dk/dv separately;
+    and dbias. Cached: the layers of a model ask for the same.
     """
-    q_lengths, k_lengths = np.frombuffer(q_bytes, np.int64), np.frombuffer(k_bytes, np.int64)
+    q_lengths, k_lengths = both_lengths(bounds, given)
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
-    heads = len(q_lengths) * problem.num_kv_heads
-    passes: list[tuple[int, Lengths, int]] = []
+    heads = len(q_lengths) * division.num_kv_heads
+    passes: list[tuple[int, list[Entry], int]] = []
     # Either 5 products per tile on as many threads as there are heads, or 3 + 4 on all threads.
     if makes_dq and makes_dkv and 5 * -(-heads // count) * count <= 7 * heads:
-        batches = np.arange(len(q_lengths))
-        entries = _longest_first(_entries(batches, batches + 1), q_lengths * k_lengths)
-        passes.append((f.MAKES_DQ | f.MAKES_DKV, entries, problem.num_kv_heads))
+        pairs = [rows * keys for rows, keys in zip(q_lengths, k_lengths, strict=True)]
+        longest_first = sorted(range(len(pairs)), key=pairs.__getitem__, reverse=True)
+        entries = [(batch, batch + 1, *EVERYTHING, *EVERYTHING) for batch in longest_first]
+        passes.append((f.MAKES_DQ | f.MAKES_DKV, entries, division.num_kv_heads))
     else:
         if makes_dkv:
-            passes.append((f.MAKES_DKV, _key_blocks(k_lengths), problem.num_kv_heads))
+            passes.append((f.MAKES_DKV, _key_blocks(k_lengths), division.num_kv_heads))
         if makes_dq:
-            passes.append((f.MAKES_DQ, row_blocks(problem, q_lengths, k_lengths), problem.num_heads))
-    if wanted.dbias and problem.bias_shape is not None:
-        passes.append((f.MAKES_DBIAS, *_bias_owners(problem.bias_shape, q_lengths)))
-    longest, found = int(k_lengths.max(initial=0)), []
+            passes.append((f.MAKES_DQ, row_blocks(division, q_lengths, k_lengths), division.num_heads))
+    if bias_shape is not None:
+        passes.append((f.MAKES_DBIAS, *_bias_owners(bias_shape, q_lengths)))
+    longest, found = max(k_lengths, default=0), []
     for work, entries, units in passes:
-        if len(entries) > 0:
-            keys = round_up(min(int((entries[:, 5] - entries[:, 4]).max()), longest), host().block_n)
-            plan = Schedule(torch.from_numpy(entries), units, problem.num_heads // units, BLOCK_ROWS)
-            found.append((work, plan, keys))
+        if entries:
+            keys = round_up(min(max([end - first for *_, first, end in entries]), longest), host().block_n)
+            found.append((work, schedule_of(entries, units, division.num_heads // units), keys))
     return found
 
 
-# Schedules: entries of (first batch, end batch, first row, end row, first key, end key).
+# Entries: (first batch, end batch, first row, end row, first key, end key).
+Entry = tuple[int, ...]
+# The rows or keys of an entry that owns all.
+EVERYTHING = (0, 1 << 40)
 
 
-def _entries(
-    first: Lengths,
-    end: Lengths,
-    *,
-    rows: tuple[Lengths, Lengths] | None = None,
-    keys: tuple[Lengths, Lengths] | None = None,
-) -> Lengths:
-    nothing, everything = np.zeros_like(first), np.full_like(first, EVERYTHING)
-    row_range, key_range = rows or (nothing, everything), keys or (nothing, everything)
-    return np.ascontiguousarray(np.stack([first, end, *row_range, *key_range], axis=1), dtype=np.int64)
+def schedule_of(entries: Sequence[Entry], units: int, heads_per_unit: int) -> Schedule:
+    """The schedule with these entries."""
+    numbers = schedule.table([number for entry in entries for number in entry])
+    return Schedule(numbers, len(entries), units, heads_per_unit, BLOCK_ROWS)
 
 
-def _longest_first(entries: Lengths, cost: Lengths) -> Lengths:
-    return np.ascontiguousarray(entries[np.argsort(-cost, kind="stable")])
+def row_blocks(division: Division, q_lengths: Lengths, k_lengths: Lengths) -> list[Entry]:
+    """Entries that own a block of rows each; those with most keys come first."""
+    found = []
+    for batch, (rows, keys) in enumerate(zip(q_lengths, k_lengths, strict=True)):
+        for first in range(0, rows, BLOCK_ROWS):
+            end = first + BLOCK_ROWS
+            cost = keys_seen(division.left, division.right, end, rows, keys)
+            found.append((-cost, (batch, batch + 1, first, end, *EVERYTHING)))
+    return [entry for _, entry in sorted(found)]
 
 
-def _blocks(lengths: Lengths, size: int) -> tuple[Lengths, Lengths]:
-    """(sequence, first row) of every block of `size` rows."""
-    counts = -(-lengths // size)
-    batch = np.repeat(np.arange(len(lengths)), counts)
-    return batch, (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * size
-
-
-def row_blocks(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
-    """Entries that own a block of rows each."""
-    batch, first = _blocks(q_lengths, BLOCK_ROWS)
-    entries = _entries(batch, batch + 1, rows=(first, first + BLOCK_ROWS))
-    return _longest_first(entries, schedule.keys_seen(problem, first + BLOCK_ROWS, q_lengths[batch], k_lengths[batch]))
-
-
-def _key_blocks(k_lengths: Lengths) -> Lengths:
+def _key_blocks(k_lengths: Lengths) -> list[Entry]:
     size = round_up(BLOCK_KEYS, host().block_n)
-    batch, first = _blocks(k_lengths, size)
-    return _entries(batch, batch + 1, keys=(first, first + size))
+    return [
+        (batch, batch + 1, *EVERYTHING, first, first + size)
+        for batch, keys in enumerate(k_lengths)
+        for first in range(0, keys, size)
+    ]
 
 
-def _bias_owners(bias_shape: tuple[int, int, int, int], q_lengths: Lengths) -> tuple[Lengths, int]:
+def _bias_owners(bias_shape: tuple[int, int, int, int], q_lengths: Lengths) -> tuple[list[Entry], int]:
     """Entries that own a part of dbias: broadcast batches, heads and rows are summed within one entry."""
     batches, heads, rows, _ = bias_shape
-    lengths = q_lengths if batches > 1 or len(q_lengths) == 1 else q_lengths.max(keepdims=True, initial=0)
-    first, end = np.arange(len(lengths)), np.arange(len(lengths)) + 1
-    if len(lengths) != len(q_lengths):
-        end = np.full_like(end, len(q_lengths))
-    if rows > 1:
-        owner, row = _blocks(lengths, BLOCK_ROWS)
-        return _entries(first[owner], end[owner], rows=(row, row + BLOCK_ROWS)), heads
-    return _entries(first, end), heads
+    # One owner for each sequence, or one for all.
+    apart = batches > 1 or len(q_lengths) == 1
+    owners = [(i, i + 1, rows) for i, rows in enumerate(q_lengths)]
+    if not apart:
+        owners = [(0, len(q_lengths), max(q_lengths))] if q_lengths else []
+    if rows == 1:
+        return [(first, end, *EVERYTHING, *EVERYTHING) for first, end, _ in owners], heads
+    blocks = [
+        (first, end, row, row + BLOCK_ROWS, *EVERYTHING) for first, end, most in owners for row in range(0, most, BLOCK_ROWS)
+    ]
+    return blocks, heads
 
 
 @functools.lru_cache(maxsize=256)
-def workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
+def workspace(head_dim: int, head_dim_v: int, work: int, keys: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace; `keys` rows of dk and dv."""
-    return launch.places(workspace_floats(problem, work, keys))
+    return launch.places(workspace_floats(head_dim, head_dim_v, work, keys))
 
 
-def workspace_floats(problem: AttentionProblem, work: int, keys: int) -> dict[int, int]:
+def workspace_floats(head_dim: int, head_dim_v: int, work: int, keys: int) -> dict[int, int]:
     """The buffers of a workspace and their sizes in floats."""
     isa = host()
     step = math.lcm(isa.value_step, isa.dim_step)
-    wide, wide_v = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
+    wide, wide_v = round_up(head_dim, step), round_up(head_dim_v, step)
     rows, panels = round_up(BLOCK_ROWS, isa.panel), -(-BLOCK_ROWS // isa.panel)
     scores = (panels * isa.block_n + isa.lanes) * isa.panel
     return {

@@ -11,18 +11,19 @@ from torch import Tensor
 from tilewise.backends.cpu import launch, threads
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.isa import host
-from tilewise.backends.cpu.launch import Block, Values
+from tilewise.backends.cpu.launch import Block, Run, Values, both_lengths
 from tilewise.backends.cpu.launch_backward import (
     BLOCK_ROWS,
+    Kernel,
     finished,
     input_values,
     new_gradients,
     output_fields,
     row_blocks,
-    run_passes,
+    schedule_of,
     workspace_floats,
 )
-from tilewise.backends.cpu.schedule import Schedule, round_up
+from tilewise.backends.cpu.schedule import Division, bounds_of, round_up
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
 
@@ -37,7 +38,7 @@ def forward_tangent(
     (out, lse), (dot_out, dot_lse) = launch.new_results(problem), launch.new_results(problem)
     if out.numel() == 0:
         return out, lse.fill_(-torch.inf), dot_out, dot_lse.zero_()
-    q_lengths, k_lengths = launch.lengths(problem, operands)
+    lengths = launch.lengths(problem, operands)
     if operands.cu_seqlens_q is not None:
         launch.clear_unused_rows(operands.cu_seqlens_q, out, lse)
         launch.clear_unused_rows(operands.cu_seqlens_q, dot_out, None)
@@ -47,13 +48,14 @@ def forward_tangent(
     values = launch.template_of(problem, operands)[:]
     launch.put_operands(values, problem, operands, out, lse, keep)
     _put_tangents(values, problem, operands, tangents, dot_out, dot_lse, keep)
-    entries = row_blocks(problem, q_lengths, k_lengths)
-    plan = Schedule(torch.from_numpy(entries), problem.num_heads, 1, BLOCK_ROWS)
-    offsets, size = _tangent_workspace(problem)
+    division, bounds, in_tiles = Division.of(problem), bounds_of(problem), launch.forward_program(problem) == "forward_matrix"
+    plan = schedule_of(row_blocks(division, *both_lengths(bounds, lengths)), problem.num_heads, 1)
+    offsets, size = _tangent_workspace(problem.head_dim, problem.head_dim_v)
     launch.put(values, offsets)
-    expected = TANGENT_PER_FORWARD * launch.expected_microseconds(problem, q_lengths, k_lengths)
+    expected = TANGENT_PER_FORWARD * launch.expected_microseconds(division, bounds, lengths, in_tiles=in_tiles)
     count = launch.useful_threads(expected, threads.num_threads())
-    launch.run_items("tangent", values, plan, size, count, expected >= launch.LONG_MICROSECONDS)
+    run = Run.of("tangent", values, plan, size, count, is_long=expected >= launch.LONG_MICROSECONDS)
+    run.start(values)
     return out, lse, dot_out, dot_lse
 
 
@@ -68,7 +70,8 @@ def backward_twice(
 ) -> Gradients:
     """Gradients of sum(out' * dout) + sum(lse' * dlse) with respect to the operands."""
     out, lse, dot_out, dot_lse = results
-    q_lengths, k_lengths = launch.lengths(problem, operands)
+    lengths = launch.lengths(problem, operands)
+    _, k_lengths = both_lengths(bounds_of(problem), lengths)
     runs = out.numel() > 0 and problem.seqlen_k > 0
     grads = new_gradients(problem, operands, wanted, k_lengths, zero=not runs)
     delta = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
@@ -81,7 +84,8 @@ def backward_twice(
         rate = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
         if rate is not None:
             values[f.RATE] = rate.data_ptr()
-        run_passes("twice", _twice_workspace, problem, values, wanted, q_lengths, k_lengths, TWICE_PER_FORWARD)
+        kernel = Kernel("twice", _twice_workspace, problem, wanted, TWICE_PER_FORWARD, values)
+        kernel.start(bounds_of(problem), lengths)
         if grads.dq is not None:
             launch.clear_unused_rows(operands.cu_seqlens_q, grads.dq, None)
         if delta is not None and rate is not None and operands.sinks is not None:
@@ -150,11 +154,11 @@ def _with_alike_biases(operands: Operands, tangents: Tangents) -> tuple[Operands
 
 
 @functools.lru_cache(maxsize=256)
-def _tangent_workspace(problem: AttentionProblem) -> tuple[Block, int]:
+def _tangent_workspace(head_dim: int, head_dim_v: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace: the forward's, and what tangents need."""
     isa = host()
     rows = round_up(BLOCK_ROWS, isa.panel)
-    floats = launch.forward_floats(problem, rows)
+    floats = launch.forward_floats(head_dim, head_dim_v, rows)
     floats |= {
         f.WS_TQ: floats[f.WS_Q],
         f.WS_TK: floats[f.WS_K],
@@ -168,12 +172,12 @@ def _tangent_workspace(problem: AttentionProblem) -> tuple[Block, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _twice_workspace(problem: AttentionProblem, work: int, keys: int) -> tuple[Block, int]:
+def _twice_workspace(head_dim: int, head_dim_v: int, work: int, keys: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace: the backward's, and what tangents need; `keys` rows of dk and dv."""
     isa = host()
     step = math.lcm(isa.value_step, isa.dim_step)
-    wide, wide_v = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
-    floats = workspace_floats(problem, work, keys)
+    wide, wide_v = round_up(head_dim, step), round_up(head_dim_v, step)
+    floats = workspace_floats(head_dim, head_dim_v, work, keys)
     rows = floats[f.WS_LSE]
     # The numbers of a row lie in one buffer, one kind after the other, as higher.py reads them.
     numbers = (f.WS_LSE, f.WS_LSE_LOW, f.WS_DELTA, f.WS_TLSE, f.WS_RATE)

@@ -1,4 +1,5 @@
-"""Block sizes and the list of work items: a pure function of the problem and its sequence lengths.
+"""Block sizes and the list of work items: a pure function of what a problem means and of its sequence lengths, in plain
+integers, because it runs in every call with new lengths.
 
 An entry is (batch, first row, number of rows, chunk of keys, number of chunks). Each is done for every unit (a query
 head, or a K/V head with all heads of its group). Entries with most keys come first, so that the last items to finish
@@ -7,18 +8,20 @@ are short. Measurements behind the constants are in bench/results/cpu-choices.cs
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+import functools
+import operator
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
 
-Lengths = NDArray[np.int64]
+Lengths = Sequence[int]
+BothLengths = tuple[Lengths, Lengths]
+Numbers: TypeAlias = "array[int]"
+# Fields of an entry.
+ENTRY_FIELDS = 5
 
 # Sequences with few query rows are split over keys in chunks. The chunk depends on the problem only, so results do not
 # depend on threads. Longer chunks balance worse; shorter ones are started and merged too often.
@@ -39,12 +42,58 @@ BLOCKS_PER_THREAD = 4
 class Schedule(NamedTuple):
     """Work items of a pass. `chunk` is the number of keys in a chunk, `split` whether any entry has several."""
 
-    entries: Tensor
+    entries: Numbers
+    num_entries: int
     units: int
     heads_per_unit: int
     block_m: int
     chunk: int = 0
     split: bool = False
+
+
+class Bounds(NamedTuple):
+    """The sequences of a problem and the most rows and keys that one has."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+class Division(NamedTuple):
+    """What decides, besides lengths, how a problem is divided into work items. `shared_heads` are the query heads that
+    are always computed together.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    kv_item: int
+    left: int | None
+    right: int | None
+    decodes: bool
+    splits_keys: bool
+    folds: bool
+    shared_heads: int
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, *, few: bool | None = None) -> Division:
+        """That of a problem, whose sizes may be numbers of a trace; `few` for its sequences with few rows."""
+        few = decodes(problem) if few is None else few
+        return cls(
+            problem.num_heads, problem.num_kv_heads, problem.head_dim, problem.head_dim_v, kv_item(problem),
+            *problem.band, few, few or splits_keys(problem), not few and folds(problem),
+            problem.group_size if few or shares_panels(problem) else 1,
+        )  # fmt: skip
+
+    def chunks(self, keys: int) -> int:
+        """Chunks of an entry with so many keys: more than one only for few rows and many keys."""
+        return max(1, -(-keys // chunk_keys())) if self.splits_keys else 1
+
+
+def bounds_of(problem: AttentionProblem) -> Bounds:
+    """Those of a problem."""
+    return Bounds(problem.batch, problem.seqlen_q, problem.seqlen_k)
 
 
 def round_up(number: int, step: int) -> int:
@@ -62,19 +111,21 @@ def decodes(problem: AttentionProblem) -> bool:
     return problem.seqlen_q * problem.group_size <= DECODE_ROWS and problem.tiles_shape is None
 
 
-def divided(problem: AttentionProblem, q_lengths: Lengths) -> list[tuple[AttentionProblem, Lengths]]:
-    """The problem of sequences with many query rows and that of sequences with few, where there are any, each with the
-    query lengths of its own sequences and 0 for others. What a sequence takes depends on its own length: decoding
-    beside prompts stays fast.
+def divided(group_size: int, bounds: Bounds, lengths: BothLengths) -> list[tuple[bool, Bounds, BothLengths]]:
+    """Sequences with many query rows and those with few, where there are any: whether they are few, their bounds, and
+    lengths with 0 rows for the others. What a sequence takes depends on its own length: decoding beside prompts stays
+    fast.
     """
-    if problem.kind == "dense" or problem.tiles_shape is not None or decodes(problem):
-        return [(problem, q_lengths)]
-    few = q_lengths * problem.group_size <= DECODE_ROWS
-    many, short = np.where(few, 0, q_lengths), np.where(few, q_lengths, 0)
+    rows, keys = lengths
+    most = DECODE_ROWS // group_size
+    many, few = ([n if (n <= most) is short else 0 for n in rows] for short in (False, True))
     # The bound of the many stays the caller's: it decides on chunks of keys, and so on bits.
-    bounds = (many, problem.seqlen_q), (short, int(short.max(initial=0)))
-    parts = ((replace(problem, batch=int((rows > 0).sum()), seqlen_q=most), rows) for rows, most in bounds)
-    return [(part, rows) for part, rows in parts if part.batch]
+    parts = (False, many, bounds.seqlen_q), (True, few, max(few, default=0))
+    return [
+        (is_few, Bounds(len(part) - part.count(0), longest, bounds.seqlen_k), (part, keys))
+        for is_few, part, longest in parts
+        if any(part)
+    ]
 
 
 def shares_panels(problem: AttentionProblem) -> bool:
@@ -92,65 +143,87 @@ def splits_keys(problem: AttentionProblem) -> bool:
     return problem.seqlen_q <= CHUNK_ROWS
 
 
-def rows_per_unit(problem: AttentionProblem) -> int:
-    """Query rows of one sequence in one unit of work."""
-    return problem.seqlen_q * (problem.group_size if shares_panels(problem) else 1)
-
-
-def block_rows(problem: AttentionProblem, threads: int) -> int:
+def block_rows(division: Division, bounds: Bounds, threads: int) -> int:
     """Query rows of a work item: fewer if threads would be idle. Results do not depend on it."""
-    panel = host().panel
-    if decodes(problem):
-        return round_up(max(1, rows_per_unit(problem)), host().lanes)
-    total, heads = max(1, rows_per_unit(problem)), problem.group_size if shares_panels(problem) else 1
-    units = max(1, problem.batch) * problem.num_heads // heads * int(_chunks(problem, np.array([problem.seqlen_k]))[0])
+    heads = division.shared_heads
+    if division.decodes:
+        return round_up(max(1, bounds.seqlen_q * heads), host().lanes)
+    panel, total = host().panel, max(1, bounds.seqlen_q * heads)
+    units = max(1, bounds.batch) * division.num_heads // heads * division.chunks(bounds.seqlen_k)
     # Packing K and V costs as much as tens of rows, so chunks of keys are divided less eagerly.
-    wanted = threads if splits_keys(problem) else BLOCKS_PER_THREAD * threads
+    wanted = threads if division.splits_keys else BLOCKS_PER_THREAD * threads
     rows = min(host().block_m, round_up(total, panel))
     while rows > panel and units * -(-total // rows) < wanted:
         rows = round_up(rows // 2, panel)
     return rows
 
 
-def heads_per_unit(problem: AttentionProblem, k_lengths: Lengths, threads: int) -> int:
+def heads_per_unit(division: Division, seqlen_q: int, chunks: int, threads: int) -> int:
     """Query heads of a work item: a group that shares panels, several groups in decode. Bits stay the same."""
-    if not decodes(problem):
-        return problem.group_size if shares_panels(problem) else 1
-    kv_heads, bytes_per_head = problem.num_kv_heads, problem.head_dim * kv_item(problem)
-    most = min(host().panel // max(1, problem.seqlen_q * problem.group_size), TOGETHER_BYTES // bytes_per_head)
-    chunks = int(_chunks(problem, k_lengths).sum())
-    fitting = (n for n in range(max(1, most), 0, -1) if kv_heads % n == 0)
-    together = next((n for n in fitting if chunks * kv_heads // n >= ITEMS_PER_THREAD * threads), 1)
-    return together * problem.group_size
+    group = division.shared_heads
+    if not division.decodes:
+        return group
+    kv_heads, bytes_per_head = division.num_kv_heads, division.head_dim * division.kv_item
+    most = min(host().panel // max(1, seqlen_q * group), TOGETHER_BYTES // bytes_per_head)
+    for together in range(min(most, kv_heads), 1, -1):
+        if kv_heads % together == 0 and chunks * kv_heads // together >= ITEMS_PER_THREAD * threads:
+            return together * group
+    return group
 
 
-def dense_lengths(problem: AttentionProblem) -> tuple[Lengths, Lengths]:
-    """Query and key lengths of sequences of equal length."""
-    return np.full(problem.batch, problem.seqlen_q), np.full(problem.batch, problem.seqlen_k)
-
-
-def forward_schedule(problem: AttentionProblem, q_lengths: Lengths, k_lengths: Lengths, threads: int) -> Schedule:
-    """Entries for sequences of these lengths."""
-    heads = heads_per_unit(problem, k_lengths[q_lengths > 0], threads)
-    block = (
-        round_up(max(1, problem.seqlen_q * heads), host().lanes) if decodes(problem) else block_rows(problem, threads)
-    )
-    rows = q_lengths * heads
-    counts = -(-rows // block)
-    batch = np.repeat(np.arange(len(rows)), counts)
-    first = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * block
-    size = np.minimum(block, rows[batch] - first)
-    # The rows of a unit continue from head to head.
-    end_row = (first + size - 1) % q_lengths[batch] + 1
-    order = np.argsort(-keys_seen(problem, end_row, q_lengths[batch], k_lengths[batch]), kind="stable")
-    batch, first, size = batch[order], first[order], size[order]
-    chunks = _chunks(problem, k_lengths[batch])
-    chunk = np.arange(chunks.sum()) - np.repeat(np.cumsum(chunks) - chunks, chunks)
-    columns = [np.repeat(column, chunks) for column in (batch, first, size)] + [chunk, np.repeat(chunks, chunks)]
-    entries = torch.from_numpy(np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64))
+def forward_schedule(division: Division, bounds: Bounds, lengths: BothLengths | None, threads: int) -> Schedule:
+    """Entries for sequences of these query and key lengths; None: all have the most rows and keys."""
+    if lengths is None:
+        chunks = [division.chunks(bounds.seqlen_k)] * (bounds.batch if bounds.seqlen_q else 0)
+    else:
+        chunks = [division.chunks(keys) if rows else 0 for rows, keys in zip(*lengths, strict=True)]
+    if division.decodes:
+        heads = heads_per_unit(division, bounds.seqlen_q, sum(chunks), threads)
+        block = round_up(max(1, bounds.seqlen_q * heads), host().lanes)
+    else:
+        heads, block = division.shared_heads, block_rows(division, bounds, threads)
+    if lengths is not None:
+        entries = _entries(division, lengths, chunks, heads, block)
+    elif bounds.seqlen_q * heads <= block and chunks:
+        entries = _one_block_each(bounds.batch, bounds.seqlen_q * heads, chunks[0])
+    else:
+        equal = (bounds.seqlen_q,) * len(chunks), (bounds.seqlen_k,) * len(chunks)
+        entries = _entries(division, equal, chunks, heads, block)
+    count = len(entries) // ENTRY_FIELDS
     return Schedule(
-        entries, problem.num_heads // heads, heads, block, chunk_keys(), len(chunks) > 0 and int(chunks.max()) > 1
+        entries, count, division.num_heads // heads, heads, block, chunk_keys(), max(chunks, default=0) > 1
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _one_block_each(batch: int, rows: int, chunks: int) -> Numbers:
+    """The entries of equal sequences whose rows fit a block. Cached: they are the same in most steps of decoding."""
+    return table(
+        [number for each in range(batch) for chunk in range(chunks) for number in (each, 0, rows, chunk, chunks)]
+    )
+
+
+def _entries(division: Division, lengths: BothLengths, chunks: Lengths, heads: int, block: int) -> Numbers:
+    blocks: list[tuple[int, int, int, int]] = []
+    for batch, (queries, keys) in enumerate(zip(*lengths, strict=True)):
+        rows = queries * heads
+        for first in range(0, rows, block):
+            size = min(block, rows - first)
+            # The rows of a unit continue from head to head.
+            end_row = (first + size - 1) % queries + 1
+            blocks.append((keys_seen(division.left, division.right, end_row, queries, keys), batch, first, size))
+    blocks.sort(key=operator.itemgetter(0), reverse=True)
+    entries: list[int] = []
+    for _, batch, first, size in blocks:
+        count = chunks[batch]
+        for chunk in range(count):
+            entries += (batch, first, size, chunk, count)
+    return table(entries)
+
+
+def table(numbers: Sequence[int]) -> Numbers:
+    """Memory with these numbers, which kernels read as int64."""
+    return array("q", numbers)
 
 
 def chunk_keys() -> int:
@@ -168,16 +241,8 @@ def folds(problem: AttentionProblem) -> bool:
     return not splits_keys(problem) and problem.seqlen_k > fold_keys()
 
 
-def keys_seen(problem: AttentionProblem, end_row: Lengths, q_lengths: Lengths, k_lengths: Lengths) -> Lengths:
-    """How many keys the last row of each entry sees, roughly the cost of the entry."""
-    left, right = problem.band
-    last = k_lengths if right is None else np.minimum(k_lengths, end_row + k_lengths - q_lengths + right)
-    first = np.zeros_like(last) if left is None else np.maximum(0, end_row + k_lengths - q_lengths - left)
-    return np.maximum(0, last - first)
-
-
-def _chunks(problem: AttentionProblem, k_lengths: Lengths) -> Lengths:
-    """Chunks of keys per entry: more than one only for few rows and many keys."""
-    if not splits_keys(problem):
-        return np.ones_like(k_lengths)
-    return np.maximum(1, -(-k_lengths // chunk_keys()))
+def keys_seen(left: int | None, right: int | None, end_row: int, queries: int, keys: int) -> int:
+    """How many keys the last row of an entry sees, roughly the cost of the entry."""
+    last = keys if right is None else min(keys, end_row + keys - queries + right)
+    first = 0 if left is None else max(0, end_row + keys - queries - left)
+    return max(0, last - first)
