@@ -61,14 +61,25 @@ class CpuBackend:
         return launch.forward(problem, operands)
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
-        """A paged pass into the caller's memory, as serving engines repeat it."""
-        from tilewise.backends.cpu import launch
+        """A pass that reads the operands where they are: not with tile masks, and biases and sinks of other dtypes."""
+        from tilewise.backends.cpu import bound
 
-        return None
+        return bound.bind_forward(problem, operands, want_lse)
 
-    def bind_backward(self, problem: AttentionProblem, *tensors: Any) -> None:
-        """None: every pass is prepared anew."""
-        del problem, tensors
+    def bind_backward(
+        self,
+        problem: AttentionProblem,
+        operands: Operands,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        wanted: Wanted,
+    ) -> Bound | None:
+        """A dense pass."""
+        from tilewise.backends.cpu import bound
+
+        return bound.bind_backward(problem, operands, out, lse, dout, dlse, wanted)
 
     def unordered(self, problem: AttentionProblem) -> str | None:
         """Nothing: every sum has a fixed order."""

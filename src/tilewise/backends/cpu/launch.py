@@ -65,7 +65,7 @@ Values = Numbers
 
 
 def problem_fields(problem: AttentionProblem) -> Block:
-    """The part of the block that depends on the problem alone."""
+    """The part of the block that depends on the meaning of a problem: no sizes."""
     left, right = problem.band
     isa = host()
     softcap = problem.softcap
@@ -79,8 +79,6 @@ def problem_fields(problem: AttentionProblem) -> Block:
     # Invert exactly the factor that was applied: rounding scale * log2(e) to fp32 would show in lse.
     to_natural = unit / to_log2
     return {
-        f.SEQLEN_Q: problem.seqlen_q,
-        f.SEQLEN_K: problem.seqlen_k,
         f.PAGE_SIZE: problem.page_size or 0,
         f.NUM_HEADS: problem.num_heads,
         f.GROUP_SIZE: problem.group_size,
@@ -165,8 +163,8 @@ def row_fields(
 def template(
     problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides, given_out: Strides | None = None
 ) -> Values:
-    """The parameter block of a call without addresses, to be copied. `out` is contiguous in the caller's layout, or has
-    the strides that are given.
+    """The parameter block of a call without addresses and lengths, to be copied. `out` is contiguous in the caller's
+    layout, or has the strides that are given.
     """
     out, lse = (result.stride() for result in new_results(problem, "meta"))
     return f.new_block(problem_fields(problem) | row_fields(problem, kind, q, k, v, given_out or out, lse))
@@ -456,6 +454,7 @@ class Kernel:
             put(values, offsets)
             found = self._blocks[plan.block_m] = values, size
         values, size = found[0][:], found[1]
+        values[f.SEQLEN_Q], values[f.SEQLEN_K] = bounds.seqlen_q, bounds.seqlen_k
         return Run.of(self._program, values, plan, size, count, is_long=expected >= LONG_MICROSECONDS)
 
 
@@ -476,13 +475,10 @@ class Forward:
         few = self._few
         if few is None or given is None:
             return [self._kernel.run(bounds, given, available)]
-        parts = schedule.divided(self._group, bounds, given)
-        found = []
-        for is_few, part, lengths_of_part in parts:
-            run = (few if is_few else self._kernel).run(part, lengths_of_part, available)
-            run.values[f.SEQLEN_Q] = part.seqlen_q
-            found.append(run)
-        return found
+        return [
+            (few if is_few else self._kernel).run(part, lengths_of_part, available)
+            for is_few, part, lengths_of_part in schedule.divided(self._group, bounds, given)
+        ]
 
 
 @functools.lru_cache(maxsize=256)

@@ -58,8 +58,7 @@ def backward(
         keep: list[Tensor] = []
         values = input_values(problem, operands, out, lse, dout, dlse, keep)
         launch.put(values, output_fields(problem, operands, grads, delta, k_lengths, keep))
-        kernel = Kernel("backward", workspace, problem, wanted, BACKWARD_PER_FORWARD, values)
-        kernel.start(bounds_of(problem), lengths)
+        kernel(problem, wanted, values).start(bounds_of(problem), lengths)
         if grads.dq is not None:
             launch.clear_unused_rows(operands.cu_seqlens_q, grads.dq, None)
     elif delta is not None and dlse is not None:
@@ -99,8 +98,7 @@ def input_values(
     keep: list[Tensor],
 ) -> Values:
     """Fields that the pass reads. Both head dims are padded for products in either direction."""
-    isa, kind = host(), launch.query_kind(problem, operands)
-    step = math.lcm(isa.value_step, isa.dim_step)
+    kind = launch.query_kind(problem, operands)
     dout = dout.to(problem.dtype)
     dout = dout if dout.stride(-1) == 1 else dout.contiguous()
     out = out if out.stride(-1) == 1 else out.contiguous()
@@ -112,9 +110,19 @@ def input_values(
     if dlse is not None:
         keep.append(dlse.to(torch.float32).contiguous())
         values[f.DLSE] = keep[-1].data_ptr()
-    values[f.DIM_V_PADDED] = round_up(problem.head_dim_v, isa.dim_step)
-    values[f.DIM_WIDE], values[f.DIM_V_WIDE] = round_up(problem.head_dim, step), round_up(problem.head_dim_v, step)
+    launch.put(values, dim_fields(problem))
     return values
+
+
+def dim_fields(problem: AttentionProblem) -> Block:
+    """Padded head dims, in which a backward differs from a forward."""
+    isa = host()
+    step = math.lcm(isa.value_step, isa.dim_step)
+    return {
+        f.DIM_V_PADDED: round_up(problem.head_dim_v, isa.dim_step),
+        f.DIM_WIDE: round_up(problem.head_dim, step),
+        f.DIM_V_WIDE: round_up(problem.head_dim_v, step),
+    }
 
 
 def new_gradients(
@@ -236,7 +244,7 @@ class Kernel:
             offsets, size = self._workspace(division.head_dim, division.head_dim_v, work, keys)
             values = self._constants[:]
             launch.put(values, offsets)
-            values[f.WORK] = work
+            values[f.WORK], values[f.SEQLEN_Q], values[f.SEQLEN_K] = work, bounds.seqlen_q, bounds.seqlen_k
             found.append(Run.of(self._program, values, plan, size, count, is_long=is_long))
         return found
 
@@ -244,6 +252,11 @@ class Kernel:
         """Run the program over all that is wanted; the constants have addresses."""
         for run in self.runs(bounds, given, threads.num_threads()):
             run.start(run.values)
+
+
+def kernel(problem: AttentionProblem, wanted: Wanted, constants: Values) -> Kernel:
+    """The program for the first derivatives."""
+    return Kernel("backward", workspace, problem, wanted, BACKWARD_PER_FORWARD, constants)
 
 
 @functools.lru_cache(maxsize=64)
