@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +57,7 @@ class Trace:
         self.names: dict[str, Any] = {}
         self._whole: Any = None
 
-    def leaf(self, text: str, value: int) -> Number:
+    def leaf(self, text: str, value: Any) -> Number:
         """A number that a later call reads off its arguments by this expression."""
         return self.record(text, (), value)
 
@@ -345,11 +346,12 @@ class Sketch:
     @classmethod
     def of(cls, trace: Trace, name: str, tensor: Tensor, is_open: Sequence[bool]) -> Sketch:
         """The tensor that later calls pass under this name, with those sizes open that `is_open` marks."""
+        # Taken apart from one tuple, because each call of `size` or `stride` takes several times as long.
         shape, strides = (
-            tuple([trace.leaf(f"{name}.{what}({i})", n) if opened else n for i, (n, opened) in enumerate(pairs)])
-            for what, pairs in (
-                ("size", zip(tensor.shape, is_open, strict=True)),
-                ("stride", [(stride, True) for stride in tensor.stride()]),
+            tuple([trace.record(f"n{whole.at}[{i}]", (whole.at,), n) if opened else n for i, n, opened in parts])
+            for whole, parts in (
+                (trace.leaf(f"{name}.shape", tensor.shape), zip(itertools.count(), tensor.shape, is_open)),
+                (trace.leaf(f"{name}.stride()", tensor.stride()), ((i, n, True) for i, n in enumerate(tensor.stride()))),
             )
         )
         place = trace.leaf(f"{name}.data_ptr()", tensor.data_ptr())

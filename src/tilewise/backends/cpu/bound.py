@@ -81,7 +81,7 @@ class Contents:
         self._rows, self._keys = Reader(), Reader()
         self._last: tuple[Any, list[Run], int] | None = None
 
-    def runs(self, tensors: Sequence[Any], sized: Sized, of: Pass, available: int) -> tuple[list[Run], int]:
+    def runs(self, tensors: Sequence[Any], sized: Sized, kernels: Runs, available: int) -> tuple[list[Run], int]:
         """The runs, and how many rows of queries belong to a sequence."""
         totals, lengths = tensors[TOTALS_Q], tensors[LENGTHS_K] if len(tensors) > LENGTHS_K else None
         rows = b"" if totals is None else self._rows.read(totals)
@@ -90,7 +90,7 @@ class Contents:
         if last is None or last[0] != key:
             q = [1] * sized.bounds.batch if totals is None else _differences(rows)
             k = _differences(keys) if lengths is None else array("i", keys).tolist()
-            self._last = last = key, of.runs(sized, (q, k), available), sum(q)
+            self._last = last = key, kernels.runs(sized.bounds, (q, k), available), sum(q)
         return last[1], last[2]
 
 
@@ -106,7 +106,7 @@ class Pass:
     block, where numbers of a trace may be.
     """
 
-    __slots__ = ("_allocations", "_bounds", "_contents", "_fields", "_kernels", "_largest", "_positions", "_sized", "made")
+    __slots__ = ("_allocations", "_bounds", "_contents", "_fields", "_largest", "_positions", "_sized", "kernels", "made")
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class Pass:
         made: Mapping[str, tuple[int, Allocation]],
         num_results: int,
     ) -> None:
-        self._fields = {position: value for position, value in sorted(fields.items()) if is_traced(value)}
-        self._kernels = kernels(f.new_block({at: value for at, value in fields.items() if at not in self._fields}))
+        self._fields, traced = fields, [at for at, value in fields.items() if is_traced(value)]
+        self.kernels = kernels(f.new_block({at: value for at, value in fields.items() if at not in traced}))
         self._positions = (*given, *[position for position, _ in made.values()])
         self._allocations = tuple([allocation for _, allocation in made.values()])
         self._bounds = bounds_of(problem)
@@ -132,7 +132,7 @@ class Pass:
     def open(self, trace: Trace) -> Callable[..., Sized | None]:
         """See tilewise.backends.base.Opening."""
         groups: list[list[int]] = []
-        for position in self._fields:
+        for position in sorted([at for at, value in self._fields.items() if is_traced(value)]):
             if not groups or position - groups[-1][-1] > APART:
                 groups.append([])
             groups[-1].append(position)
@@ -140,25 +140,16 @@ class Pass:
         for group in groups:
             values = tuple([self._fields.get(at, 0) for at in range(group[0], group[-1] + 1)])
             numbers += f"({group[0]}, {group[-1] + 1}, array('q', {code(values)})), "
-        bounds = tuple(self._bounds)
-        ending = f"return sized({code(self._allocations)}, {code(bounds)}, ({numbers}))"
-        used = self._allocations, bounds, self._fields
-        return trace.function([ending], used, {"sized": self._sized_for, "array": array, "torch": torch})
+        ending = f"return sized({code(self._allocations)}, {code(self._bounds)}, ({numbers}))"
+        names = {"sized": self._sized_for, "array": array, "torch": torch, "Bounds": Bounds}
+        return trace.function([ending], (self._allocations, self._bounds, self._fields), names)
 
     def _sized_for(
-        self, made: tuple[Allocation, ...], bounds: tuple[int, int, int], numbers: tuple[tuple[int, int, Values], ...]
+        self, made: tuple[Allocation, ...], bounds: Bounds, numbers: tuple[tuple[int, int, Values], ...]
     ) -> Sized:
         available = threads.num_threads()
-        sized = Sized(made, Bounds(*bounds), numbers, available, None)
-        return sized if self._contents is not None else sized._replace(runs=self.runs(sized, None, available))
-
-    def runs(self, sized: Sized, given: BothLengths | None, available: int) -> list[Run]:
-        """The runs for such sizes and lengths."""
-        found = self._kernels.runs(sized.bounds, given, available)
-        for run in found:
-            for first, end, numbers in sized.numbers:
-                run.values[first:end] = numbers
-        return found
+        runs = None if self._contents is not None else self.kernels.runs(bounds, None, available)
+        return Sized(made, bounds, numbers, available, runs)
 
     def __call__(
         self, tensors: Sequence[Any], places: tuple[int, ...] | None = None, sized: Sized | None = None
@@ -171,14 +162,14 @@ class Pass:
         made = [allocate(shape, strides, dtype) for shape, strides, dtype in sized.made]
         available = threads.num_threads()
         if self._contents is not None:
-            runs, used = self._contents.runs(tensors, sized, self, available)
+            runs, used = self._contents.runs(tensors, sized, self.kernels, available)
             out = tensors[OUT] if "out" not in self.made else made[0]
             if used < out.shape[0]:
                 self._clear(out, made, used)
         elif sized.available == available:
             runs = sized.runs or ()
         else:
-            runs = self.runs(sized, None, available)
+            runs = self.kernels.runs(sized.bounds, None, available)
         if self._largest is not None:
             made[-1].fill_(-torch.inf)
         if places is None:
@@ -186,6 +177,9 @@ class Pass:
         addresses = (*places, *[tensor.data_ptr() for tensor in made])
         for run in runs:
             values = run.values[:]
+            for first, end, numbers in sized.numbers:
+                values[first:end] = numbers
+            values[f.SEQLEN_Q] = run.values[f.SEQLEN_Q]
             for position, address in zip(self._positions, addresses, strict=True):
                 values[position] = address
             run.start(values)

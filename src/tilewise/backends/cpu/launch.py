@@ -41,6 +41,9 @@ LONG_MICROSECONDS = 50_000
 # are prefetched while the previous one is finished.
 MOST_AT_ONCE, TURNS = 8, 8
 
+# Runs that a kernel keeps, of about 3 KiB each.
+MAX_STEPS = 64
+
 # The dimensions of the batch (or page), the head and the row; None if a tensor has no such stride.
 STRIDE_ORDER: dict[str, tuple[int | None, int | None, int | None]] = {
     "dense": (0, 1, 2),
@@ -65,7 +68,7 @@ Values = Numbers
 
 
 def problem_fields(problem: AttentionProblem) -> Block:
-    """The part of the block that depends on the meaning of a problem: no sizes."""
+    """The part of the block that depends on the problem alone."""
     left, right = problem.band
     isa = host()
     softcap = problem.softcap
@@ -79,6 +82,7 @@ def problem_fields(problem: AttentionProblem) -> Block:
     # Invert exactly the factor that was applied: rounding scale * log2(e) to fp32 would show in lse.
     to_natural = unit / to_log2
     return {
+        f.SEQLEN_K: problem.seqlen_k,
         f.PAGE_SIZE: problem.page_size or 0,
         f.NUM_HEADS: problem.num_heads,
         f.GROUP_SIZE: problem.group_size,
@@ -163,8 +167,8 @@ def row_fields(
 def template(
     problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides, given_out: Strides | None = None
 ) -> Values:
-    """The parameter block of a call without addresses and lengths, to be copied. `out` is contiguous in the caller's
-    layout, or has the strides that are given.
+    """The parameter block of a call without addresses, to be copied. `out` is contiguous in the caller's layout, or has
+    the strides that are given.
     """
     out, lse = (result.stride() for result in new_results(problem, "meta"))
     return f.new_block(problem_fields(problem) | row_fields(problem, kind, q, k, v, given_out or out, lse))
@@ -389,8 +393,9 @@ def clear_unused_rows(totals: Tensor | None, out: Tensor, lse: Tensor | None) ->
 
 
 class Run(NamedTuple):
-    """A program and its parameter block without addresses. `threads` is 0 if there is nothing to do. `num_partials` and
-    `partial_bytes`: the results of chunks of keys that are merged, 0 if there are none.
+    """A program and what its parameter block has besides strides, the number of keys and addresses. `threads` is 0 if
+    there is nothing to do. `num_partials` and `partial_bytes`: the results of chunks of keys that are merged, 0 if there
+    are none.
     """
 
     program: str
@@ -419,33 +424,50 @@ class Run(NamedTuple):
 
     def start(self, values: Values) -> None:
         """Run the program with these values, which have addresses. A long run handles signals."""
-        if not self.threads:
+        name, _, entries, workspace_bytes, count, is_long, num_partials, partial_bytes = self
+        if not count:
             return
-        workspace = allocate((self.threads * self.workspace_bytes,), (1,), torch.uint8)
-        values[f.WORKSPACE], values[f.SCHEDULE] = workspace.data_ptr(), self.entries.buffer_info()[0]
-        if self.num_partials:
-            partials = allocate((self.num_partials * self.partial_bytes,), (1,), torch.uint8)
-            done = torch.zeros(self.num_partials, dtype=torch.int64, device="cpu")
+        workspace = allocate((count * workspace_bytes,), (1,), torch.uint8)
+        values[f.WORKSPACE], values[f.SCHEDULE] = workspace.data_ptr(), entries.buffer_info()[0]
+        if num_partials:
+            partials = allocate((num_partials * partial_bytes,), (1,), torch.uint8)
+            done = torch.zeros(num_partials, dtype=torch.int64, device="cpu")
             values[f.PARTIALS], values[f.DONE] = partials.data_ptr(), done.data_ptr()
-        (interrupts if self.is_long else threads).run(program(self.program).address, values, self.threads)
+        (interrupts if is_long else threads).run(program(name).address, values, count)
 
 
 class Kernel:
     """A program for a forward pass, with the part of its parameter block that does not depend on lengths."""
 
-    __slots__ = ("_blocks", "_constants", "_division", "_in_tiles", "_program")
+    __slots__ = ("_blocks", "_constants", "_division", "_in_tiles", "_program", "_steps")
 
     def __init__(self, program: str, division: Division, constants: Values) -> None:
         self._program, self._division, self._constants = program, division, constants
         self._in_tiles = program == "forward_matrix"
         # The parameter block and the bytes of a workspace, by the rows of a work item: there are few.
         self._blocks: dict[int, tuple[Values, int]] = {}
+        # Runs that serve many numbers of keys.
+        self._steps: dict[tuple[int, ...], Run] = {}
 
     def run(self, bounds: Bounds, given: BothLengths | None, available: int) -> Run:
         """The run for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
         division = self._division
         expected = expected_microseconds(division, bounds, given, in_tiles=self._in_tiles)
-        count = useful_threads(expected, available)
+        count, is_long = useful_threads(expected, available), expected >= LONG_MICROSECONDS
+        if given is not None or not division.decodes:
+            return self._planned(bounds, given, count, is_long)
+        # A step of decoding has one key more than the one before, and most often the same items.
+        batch, seqlen_q, seqlen_k = bounds
+        key = batch, seqlen_q, division.chunks(seqlen_k), count, is_long
+        run = self._steps.get(key)
+        if run is None:
+            if len(self._steps) == MAX_STEPS:
+                self._steps.clear()
+            run = self._steps[key] = self._planned(bounds, None, count, is_long)
+        return run
+
+    def _planned(self, bounds: Bounds, given: BothLengths | None, count: int, is_long: bool) -> Run:
+        division = self._division
         plan = schedule.forward_schedule(division, bounds, given, count)
         found = self._blocks.get(plan.block_m)
         if found is None:
@@ -454,8 +476,8 @@ class Kernel:
             put(values, offsets)
             found = self._blocks[plan.block_m] = values, size
         values, size = found[0][:], found[1]
-        values[f.SEQLEN_Q], values[f.SEQLEN_K] = bounds.seqlen_q, bounds.seqlen_k
-        return Run.of(self._program, values, plan, size, count, is_long=expected >= LONG_MICROSECONDS)
+        values[f.SEQLEN_Q] = bounds.seqlen_q
+        return Run.of(self._program, values, plan, size, count, is_long=is_long)
 
 
 class Forward:

@@ -52,7 +52,7 @@ def forward_tangent(
     plan = schedule_of(row_blocks(division, *both_lengths(bounds, lengths)), problem.num_heads, 1)
     offsets, size = _tangent_workspace(problem.head_dim, problem.head_dim_v)
     launch.put(values, offsets)
-    values[f.SEQLEN_Q], values[f.SEQLEN_K] = problem.seqlen_q, problem.seqlen_k
+    values[f.SEQLEN_Q] = problem.seqlen_q
     expected = TANGENT_PER_FORWARD * launch.expected_microseconds(division, bounds, lengths, in_tiles=in_tiles)
     count = launch.useful_threads(expected, threads.num_threads())
     run = Run.of("tangent", values, plan, size, count, is_long=expected >= launch.LONG_MICROSECONDS)

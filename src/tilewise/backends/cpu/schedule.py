@@ -8,7 +8,6 @@ are short. Measurements behind the constants are in bench/results/cpu-choices.cs
 
 from __future__ import annotations
 
-import functools
 import operator
 from array import array
 from collections.abc import Sequence
@@ -184,22 +183,12 @@ def forward_schedule(division: Division, bounds: Bounds, lengths: BothLengths | 
         heads, block = division.shared_heads, block_rows(division, bounds, threads)
     if lengths is not None:
         entries = _entries(division, lengths, chunks, heads, block)
-    elif bounds.seqlen_q * heads <= block and chunks:
-        entries = _one_block_each(bounds.batch, bounds.seqlen_q * heads, chunks[0])
     else:
         equal = (bounds.seqlen_q,) * len(chunks), (bounds.seqlen_k,) * len(chunks)
         entries = _entries(division, equal, chunks, heads, block)
     count = len(entries) // ENTRY_FIELDS
     return Schedule(
         entries, count, division.num_heads // heads, heads, block, chunk_keys(), max(chunks, default=0) > 1
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _one_block_each(batch: int, rows: int, chunks: int) -> Numbers:
-    """The entries of equal sequences whose rows fit a block. Cached: they are the same in most steps of decoding."""
-    return table(
-        [number for each in range(batch) for chunk in range(chunks) for number in (each, 0, rows, chunk, chunks)]
     )
 
 
