@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -41,6 +42,10 @@ Allocation = tuple[Strides, Strides, torch.dtype]
 APART = 3
 # Where kernels find the addresses of what a pass is given besides operands.
 GIVEN = {"dout": f.DOUT, "dlse": f.DLSE, "out": f.OUT, "lse": f.LSE, "max_logits": f.LARGEST}
+# The largest score of each row: made for `max_logits`, not for the caller.
+LARGEST = "largest"
+# Runs that are kept for the same sizes, one for each number of threads and lengths in index tensors.
+MAX_RUNS = 8
 TOTALS_Q, TOTALS_K, LENGTHS_K, OUT, LOGITS = (
     Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "out", "max_logits")
 )
@@ -54,59 +59,33 @@ class Runs(Protocol):
 
 
 class Sized(NamedTuple):
-    """What a pass needs besides addresses, for certain sizes: the tensors that it makes, the numbers that it puts into
-    parameter blocks (first position, end, numbers), and its runs on up to `available` threads, if they do not depend on
-    the contents of index tensors.
+    """What a pass needs besides addresses, for certain sizes: the tensors that it makes, the bytes of an lse that nobody
+    reads, and the numbers that it puts into parameter blocks (first position, end, numbers). `runs` is None for sizes that were met only once, else what was
+    found for threads and for lengths in index tensors.
     """
 
     made: tuple[Allocation, ...]
+    unread: int
     bounds: Bounds
     numbers: tuple[tuple[int, int, Values], ...]
-    available: int
-    runs: list[Run] | None
+    runs: dict[Any, list[Run]] | None
 
     def kept(self) -> Sized:
-        """Itself: it is complete."""
-        return self
-
-
-class Contents:
-    """The lengths that index tensors hold. They are read in every call; what follows from them is kept while they stay
-    the same, as in all layers of a step.
-    """
-
-    __slots__ = ("_keys", "_last", "_rows")
-
-    def __init__(self) -> None:
-        self._rows, self._keys = Reader(), Reader()
-        self._last: tuple[Any, list[Run], int] | None = None
-
-    def runs(self, tensors: Sequence[Any], sized: Sized, kernels: Runs, available: int) -> tuple[list[Run], int]:
-        """The runs, and how many rows of queries belong to a sequence."""
-        totals, lengths = tensors[TOTALS_Q], tensors[LENGTHS_K] if len(tensors) > LENGTHS_K else None
-        rows = b"" if totals is None else self._rows.read(totals)
-        keys = self._keys.read(tensors[TOTALS_K] if lengths is None else lengths)
-        key, last = (available, rows, keys, sized), self._last
-        if last is None or last[0] != key:
-            q = [1] * sized.bounds.batch if totals is None else _differences(rows)
-            k = _differences(keys) if lengths is None else array("i", keys).tolist()
-            self._last = last = key, kernels.runs(sized.bounds, (q, k), available), sum(q)
-        return last[1], last[2]
-
-
-def _differences(totals: bytes) -> list[int]:
-    return [b - a for a, b in itertools.pairwise(array("i", totals))]
+        """The same for sizes that come again: runs are kept."""
+        return self._replace(runs={})
 
 
 class Pass:
     """A pass over canonical operands; see tilewise.backends.base.Opening.
 
     `given` are the positions in the parameter block of the addresses of a call's tensors (those that are not None),
-    `made` the tensors that it makes, with theirs; the first `num_results` are the caller's. `fields` is the rest of the
-    block, where numbers of a trace may be.
+    `made` the tensors that it makes, with theirs. `fields` is the rest of the block, where numbers of a trace may be.
+    Kernels always write an lse: `unread` are its bytes if nobody reads it.
     """
 
-    __slots__ = ("_allocations", "_bounds", "_contents", "_fields", "_largest", "_positions", "_sized", "kernels", "made")
+    __slots__ = (
+        "_allocations", "_bounds", "_fields", "_kernels", "_largest", "_positions", "_readers", "_sized", "_unread", "made",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -115,19 +94,19 @@ class Pass:
         fields: Block,
         given: Sequence[int],
         made: Mapping[str, tuple[int, Allocation]],
-        num_results: int,
+        unread: int = 0,
     ) -> None:
-        self._fields, traced = fields, [at for at, value in fields.items() if is_traced(value)]
-        self.kernels = kernels(f.new_block({at: value for at, value in fields.items() if at not in traced}))
+        self._fields, self._bounds, self._unread = fields, bounds_of(problem), unread
+        self._kernels = kernels(f.new_block({at: value for at, value in fields.items() if not is_traced(value)}))
         self._positions = (*given, *[position for position, _ in made.values()])
         self._allocations = tuple([allocation for _, allocation in made.values()])
-        self._bounds = bounds_of(problem)
-        self._contents = None if problem.kind == "dense" else Contents()
+        # Of the index tensors with the lengths of queries and keys, which each call reads.
+        self._readers = None if problem.kind == "dense" else (Reader(), Reader())
         # The dimensions of lse besides the heads, if the largest score of each head is wanted.
-        self._largest: Any = None if not problem.max_logits else (0, 2) if problem.kind == "dense" else 1
-        self.made = tuple(made)[:num_results]
+        self._largest: Any = None if LARGEST not in made else (0, 2) if problem.kind == "dense" else 1
+        self.made = tuple([name for name in made if name != LARGEST])
         # For a pass that serves one size.
-        self._sized = None if problem.is_traced else self._sized_for(self._allocations, self._bounds, ())
+        self._sized = None if problem.is_traced else Sized(self._allocations, unread, self._bounds, (), {})
 
     def open(self, trace: Trace) -> Callable[..., Sized | None]:
         """See tilewise.backends.base.Opening."""
@@ -140,16 +119,10 @@ class Pass:
         for group in groups:
             values = tuple([self._fields.get(at, 0) for at in range(group[0], group[-1] + 1)])
             numbers += f"({group[0]}, {group[-1] + 1}, array('q', {code(values)})), "
-        ending = f"return sized({code(self._allocations)}, {code(self._bounds)}, ({numbers}))"
-        names = {"sized": self._sized_for, "array": array, "torch": torch, "Bounds": Bounds}
-        return trace.function([ending], (self._allocations, self._bounds, self._fields), names)
-
-    def _sized_for(
-        self, made: tuple[Allocation, ...], bounds: Bounds, numbers: tuple[tuple[int, int, Values], ...]
-    ) -> Sized:
-        available = threads.num_threads()
-        runs = None if self._contents is not None else self.kernels.runs(bounds, None, available)
-        return Sized(made, bounds, numbers, available, runs)
+        sized = self._allocations, self._unread, self._bounds
+        names = {"Sized": Sized, "array": array, "torch": torch}
+        ending = f"return Sized({', '.join(map(code, sized))}, ({numbers}), None)"
+        return trace.function([ending], (sized, self._fields), names)
 
     def __call__(
         self, tensors: Sequence[Any], places: tuple[int, ...] | None = None, sized: Sized | None = None
@@ -159,39 +132,56 @@ class Pass:
             sized = self._sized
             if sized is None:
                 return None
-        made = [allocate(shape, strides, dtype) for shape, strides, dtype in sized.made]
-        available = threads.num_threads()
-        if self._contents is not None:
-            runs, used = self._contents.runs(tensors, sized, self.kernels, available)
-            out = tensors[OUT] if "out" not in self.made else made[0]
-            if used < out.shape[0]:
-                self._clear(out, made, used)
-        elif sized.available == available:
-            runs = sized.runs or ()
-        else:
-            runs = self.kernels.runs(sized.bounds, None, available)
-        if self._largest is not None:
-            made[-1].fill_(-torch.inf)
+        allocations, unread, bounds, slices, known = sized
+        made = [allocate(shape, strides, dtype) for shape, strides, dtype in allocations]
+        available, lengths = threads.num_threads(), None if self._readers is None else self._lengths(tensors, made)
+        key = available if lengths is None else (available, *lengths)
+        runs = None if known is None else known.get(key)
+        if runs is None:
+            runs = self._kernels.runs(bounds, lengths and _numbers(*lengths, bounds), available)
+            if known is not None:
+                if len(known) == MAX_RUNS:
+                    known.clear()
+                known[key] = runs
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         addresses = (*places, *[tensor.data_ptr() for tensor in made])
+        if self._largest is not None:
+            made[-1].fill_(-torch.inf)  # rows of no sequence are not written
         for run in runs:
             values = run.values[:]
-            for first, end, numbers in sized.numbers:
+            for first, end, numbers in slices:
                 values[first:end] = numbers
             values[f.SEQLEN_Q] = run.values[f.SEQLEN_Q]
             for position, address in zip(self._positions, addresses, strict=True):
                 values[position] = address
-            run.start(values)
+            run.start(values, unread)
         if self._largest is not None:
             torch.amax(made[-1], self._largest, out=tensors[LOGITS])
         return made
 
-    def _clear(self, out: Tensor, made: Sequence[Tensor], used: int) -> None:
-        """Make the rows after the last sequence empty rows."""
-        out[used:].zero_()
-        if "lse" in self.made:
-            made[self.made.index("lse")][:, used:].fill_(-torch.inf)
+    def _lengths(self, tensors: Sequence[Any], made: Sequence[Tensor]) -> tuple[bytes, bytes]:
+        """What the index tensors hold. Rows after the last sequence become empty rows."""
+        assert self._readers is not None
+        totals = tensors[TOTALS_Q]
+        rows = b"" if totals is None else self._readers[0].read(totals)
+        is_paged = len(tensors) > LENGTHS_K and tensors[LENGTHS_K] is not None
+        keys = self._readers[1].read(tensors[LENGTHS_K if is_paged else TOTALS_K])
+        if rows:
+            used, named = array("i", rows[-4:])[0], dict(zip(self.made, made, strict=False))
+            out = named["out"] if "out" in named else tensors[OUT]
+            if used < len(out):
+                launch.clear_unused_rows(totals, out, named.get("lse"))
+        return rows, keys
+
+
+def _numbers(rows: bytes, keys: bytes, bounds: Bounds) -> BothLengths:
+    """The lengths of sequences; index tensors with totals have one number more than there are sequences."""
+    found = [array("i", numbers).tolist() for numbers in (rows, keys)]
+    q, k = (
+        [b - a for a, b in itertools.pairwise(numbers)] if len(numbers) > bounds[0] else numbers for numbers in found
+    )
+    return q or [1] * bounds[0], k
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) -> Pass | None:
@@ -200,7 +190,7 @@ def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) 
     if given is None or 0 in problem.out_shape or not _are_readable(problem, operands):
         return None
     lse = contiguous(problem.lse_shape, torch.float32)
-    made = {"lse": (f.LSE, lse)}
+    made = {"lse": (f.LSE, lse)} if want_lse else {}
     if operands.out is None:
         out, strides = _rows(problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
         made = {"out": (f.OUT, out)} | made
@@ -209,10 +199,10 @@ def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) 
         if strides[-1] != 1 and problem.head_dim_v > 1:
             return None
     if problem.max_logits:
-        made["largest"] = f.LARGEST, lse
-    num_results = len(made) - problem.max_logits - (not want_lse)
+        made[LARGEST] = f.LARGEST, lse
     fields = _fields(problem, operands, strides, lse[1])
-    return Pass(problem, functools.partial(Forward, problem), fields, given, made, num_results)
+    unread = 0 if want_lse else 4 * math.prod(problem.lse_shape)
+    return Pass(problem, functools.partial(Forward, problem), fields, given, made, unread)
 
 
 def bind_backward(
@@ -249,7 +239,7 @@ def bind_backward(
             made[name] = position, allocation
             fields |= launch.stride_fields(position, strides, problem.dtype.itemsize, "dense")
     kernels = functools.partial(launch_backward.kernel, problem, wanted)
-    return Pass(problem, kernels, fields, given, made, len(made))
+    return Pass(problem, kernels, fields, given, made)
 
 
 def _positions(names: Sequence[str], tensors: Sequence[Any]) -> list[int] | None:

@@ -360,20 +360,20 @@ def _differences(totals: Tensor) -> list[int]:
 
 def both_lengths(bounds: Bounds, given: BothLengths | None) -> BothLengths:
     """The lengths of all sequences, also where they are equal."""
-    return given or ((bounds.seqlen_q,) * bounds.batch, (bounds.seqlen_k,) * bounds.batch)
+    batch, seqlen_q, seqlen_k = bounds
+    return given or ((seqlen_q,) * batch, (seqlen_k,) * batch)
 
 
 def expected_microseconds(division: Division, bounds: Bounds, given: BothLengths | None, *, in_tiles: bool) -> int:
     """Estimated time of a forward pass on one thread."""
-    dims = division.head_dim + division.head_dim_v
+    (batch, seqlen_q, seqlen_k), dims = bounds, division.head_dim + division.head_dim_v
     if division.decodes:
-        keys = (
-            bounds.batch * bounds.seqlen_k
-            if given is None
-            else sum([keys for rows, keys in zip(*given, strict=True) if rows])
-        )
+        if given is None:
+            keys = batch * seqlen_k
+        else:
+            keys = sum([keys for rows, keys in zip(*given, strict=True) if rows])
         return keys * division.num_kv_heads * dims * division.kv_item // DECODED_BYTES
-    pairs = bounds.batch * bounds.seqlen_q * bounds.seqlen_k if given is None else sum(map(operator.mul, *given))
+    pairs = batch * seqlen_q * seqlen_k if given is None else sum(map(operator.mul, *given))
     rate = FLOPS_WITH_MATRIX if in_tiles else FLOPS_PER_LANE * host().lanes
     return 2 * pairs * division.num_heads * dims // rate
 
@@ -422,13 +422,17 @@ class Run(NamedTuple):
         values[f.PARTIAL_BYTES] = partial_bytes = 4 * plan.block_m * (values[f.DIM_V_PADDED] + 2)
         return cls(program, values, plan.entries, workspace_bytes, threads, is_long, items, partial_bytes)
 
-    def start(self, values: Values) -> None:
-        """Run the program with these values, which have addresses. A long run handles signals."""
+    def start(self, values: Values, unread: int = 0) -> None:
+        """Run the program with these values, which have addresses. A long run handles signals. `unread`: the bytes of an
+        lse that nobody reads; it then lies behind the workspace.
+        """
         name, _, entries, workspace_bytes, count, is_long, num_partials, partial_bytes = self
         if not count:
             return
-        workspace = allocate((count * workspace_bytes,), (1,), torch.uint8)
+        workspace = allocate((count * workspace_bytes + unread,), (1,), torch.uint8)
         values[f.WORKSPACE], values[f.SCHEDULE] = workspace.data_ptr(), entries.buffer_info()[0]
+        if unread:
+            values[f.LSE] = values[f.WORKSPACE] + count * workspace_bytes
         if num_partials:
             partials = allocate((num_partials * partial_bytes,), (1,), torch.uint8)
             done = torch.zeros(num_partials, dtype=torch.int64, device="cpu")
@@ -476,7 +480,7 @@ class Kernel:
             put(values, offsets)
             found = self._blocks[plan.block_m] = values, size
         values, size = found[0][:], found[1]
-        values[f.SEQLEN_Q] = bounds.seqlen_q
+        values[f.SEQLEN_Q] = bounds[1]
         return Run.of(self._program, values, plan, size, count, is_long=is_long)
 
 

@@ -17,7 +17,9 @@ from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
 
 Lengths = Sequence[int]
+# Rows and keys of all sequences; how many sequences there are, and the most rows and keys that one has.
 BothLengths = tuple[Lengths, Lengths]
+Bounds = tuple[int, int, int]
 Numbers: TypeAlias = "array[int]"
 # Fields of an entry.
 ENTRY_FIELDS = 5
@@ -48,14 +50,6 @@ class Schedule(NamedTuple):
     block_m: int
     chunk: int = 0
     split: bool = False
-
-
-class Bounds(NamedTuple):
-    """The sequences of a problem and the most rows and keys that one has."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
 
 
 class Division(NamedTuple):
@@ -91,8 +85,8 @@ class Division(NamedTuple):
 
 
 def bounds_of(problem: AttentionProblem) -> Bounds:
-    """Those of a problem."""
-    return Bounds(problem.batch, problem.seqlen_q, problem.seqlen_k)
+    """Those of a problem, which may be numbers of a trace."""
+    return problem.batch, problem.seqlen_q, problem.seqlen_k
 
 
 def round_up(number: int, step: int) -> int:
@@ -115,13 +109,13 @@ def divided(group_size: int, bounds: Bounds, lengths: BothLengths) -> list[tuple
     lengths with 0 rows for the others. What a sequence takes depends on its own length: decoding beside prompts stays
     fast.
     """
-    rows, keys = lengths
+    (rows, keys), (_, longest_of_all, most_keys) = lengths, bounds
     most = DECODE_ROWS // group_size
     many, few = ([n if (n <= most) is short else 0 for n in rows] for short in (False, True))
     # The bound of the many stays the caller's: it decides on chunks of keys, and so on bits.
-    parts = (False, many, bounds.seqlen_q), (True, few, max(few, default=0))
+    parts = (False, many, longest_of_all), (True, few, max(few, default=0))
     return [
-        (is_few, Bounds(len(part) - part.count(0), longest, bounds.seqlen_k), (part, keys))
+        (is_few, (len(part) - part.count(0), longest, most_keys), (part, keys))
         for is_few, part, longest in parts
         if any(part)
     ]
@@ -144,11 +138,11 @@ def splits_keys(problem: AttentionProblem) -> bool:
 
 def block_rows(division: Division, bounds: Bounds, threads: int) -> int:
     """Query rows of a work item: fewer if threads would be idle. Results do not depend on it."""
-    heads = division.shared_heads
+    heads, (batch, seqlen_q, seqlen_k) = division.shared_heads, bounds
     if division.decodes:
-        return round_up(max(1, bounds.seqlen_q * heads), host().lanes)
-    panel, total = host().panel, max(1, bounds.seqlen_q * heads)
-    units = max(1, bounds.batch) * division.num_heads // heads * division.chunks(bounds.seqlen_k)
+        return round_up(max(1, seqlen_q * heads), host().lanes)
+    panel, total = host().panel, max(1, seqlen_q * heads)
+    units = max(1, batch) * division.num_heads // heads * division.chunks(seqlen_k)
     # Packing K and V costs as much as tens of rows, so chunks of keys are divided less eagerly.
     wanted = threads if division.splits_keys else BLOCKS_PER_THREAD * threads
     rows = min(host().block_m, round_up(total, panel))
@@ -172,20 +166,15 @@ def heads_per_unit(division: Division, seqlen_q: int, chunks: int, threads: int)
 
 def forward_schedule(division: Division, bounds: Bounds, lengths: BothLengths | None, threads: int) -> Schedule:
     """Entries for sequences of these query and key lengths; None: all have the most rows and keys."""
-    if lengths is None:
-        chunks = [division.chunks(bounds.seqlen_k)] * (bounds.batch if bounds.seqlen_q else 0)
-    else:
-        chunks = [division.chunks(keys) if rows else 0 for rows, keys in zip(*lengths, strict=True)]
+    batch, seqlen_q, seqlen_k = bounds
+    rows, keys = lengths or ((seqlen_q,) * batch, (seqlen_k,) * batch)
+    chunks = [division.chunks(n) if m else 0 for m, n in zip(rows, keys, strict=True)]
     if division.decodes:
-        heads = heads_per_unit(division, bounds.seqlen_q, sum(chunks), threads)
-        block = round_up(max(1, bounds.seqlen_q * heads), host().lanes)
+        heads = heads_per_unit(division, seqlen_q, sum(chunks), threads)
+        block = round_up(max(1, seqlen_q * heads), host().lanes)
     else:
         heads, block = division.shared_heads, block_rows(division, bounds, threads)
-    if lengths is not None:
-        entries = _entries(division, lengths, chunks, heads, block)
-    else:
-        equal = (bounds.seqlen_q,) * len(chunks), (bounds.seqlen_k,) * len(chunks)
-        entries = _entries(division, equal, chunks, heads, block)
+    entries = _entries(division, (rows, keys), chunks, heads, block)
     count = len(entries) // ENTRY_FIELDS
     return Schedule(
         entries, count, division.num_heads // heads, heads, block, chunk_keys(), max(chunks, default=0) > 1
