@@ -8,13 +8,19 @@ import os
 
 import torch
 
-_IMPORTED_IN = os.getpid()
+_is_forked = False
 
 
 def is_forked() -> bool:
-    """Whether this process was forked after tilewise was imported."""
-    return os.getpid() != _IMPORTED_IN
+    """Whether this process was forked after tilewise was imported. Asked in every call, so without a system call."""
+    return _is_forked
+
+
+def _in_child() -> None:
+    global _is_forked
+    _is_forked = True
+    torch.set_num_threads(1)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+    os.register_at_fork(after_in_child=_in_child)

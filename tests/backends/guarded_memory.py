@@ -20,16 +20,27 @@ import itertools
 import mmap
 import os
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
-from tilewise import cascade
-from tilewise.backends.cpu import BACKEND, cache, isa, launch, launch_backward, launch_higher, schedule
+from tilewise import calls, cascade
+from tilewise.backends.cpu import (
+    BACKEND,
+    bound,
+    cache,
+    isa,
+    launch,
+    launch_backward,
+    launch_higher,
+    schedule,
+    threads,
+)
 from tilewise.backends.cpu import params as f
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.fp8.container import Fp8Tensor
@@ -57,6 +68,17 @@ def protect(address: int, size: int) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     if library.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(size), FORBIDDEN) != 0:
         raise OSError(ctypes.get_errno(), "mprotect")
+
+
+class Table(NamedTuple):
+    """An array of numbers, and the memory that kernels read them from."""
+
+    numbers: array[int]
+    memory: Tensor
+
+    def buffer_info(self) -> tuple[int, int]:
+        """As of an array."""
+        return self.memory.data_ptr(), len(self.numbers)
 
 
 class Guarded:
@@ -112,6 +134,17 @@ class Guarded:
             size += 2
         return offsets, size
 
+    def allocate(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What `launch.allocate` makes."""
+        if shape[0] in self.workspaces and dtype == torch.uint8:
+            return self.memory(shape[0], self.workspaces[shape[0]])
+        return self.empty(shape, dtype).as_strided(shape, strides)
+
+    def table(self, numbers: Sequence[int]) -> Table:
+        """What `schedule.table` makes."""
+        found = array("q", numbers)
+        return Table(found, self.copy(torch.tensor(found.tolist(), dtype=torch.int64)))
+
     def install(self) -> None:
         """From now on torch makes such tensors, in this process, wherever kernels get theirs from."""
 
@@ -129,7 +162,8 @@ class Guarded:
         torch.from_numpy = lambda ndarray: self.copy(PLAIN["from_numpy"](ndarray))
         for name in ("contiguous", "to"):
             setattr(Tensor, name, self._copied(getattr(Tensor, name)))
-        launch.places = self.places
+        launch.places, schedule.table = self.places, self.table  # type: ignore[assignment]
+        launch.allocate = bound.allocate = self.allocate
         judged: Any = implementations
         judged.mask_of = lambda case, inputs: self.mask(mask_of(case, inputs))
         judged.attended = lambda case, inputs: tuple(self.operand(x) for x in attended(case, inputs))
@@ -356,34 +390,23 @@ def same_bits(a: Results, b: Results) -> bool:
 
 
 def make_fault(name: str) -> None:
-    plain_fields, plain_put, plain_places = launch.problem_fields, launch.put_operands, launch.places
-    plain_tensor_fields = launch.tensor_fields
+    plain_run, plain_places = threads.run, launch.places
+    changed = {"row": (f.SEQLEN_Q, 1), "key": (f.SEQLEN_K, 1), "element": (f.Q, -4), "gradient": (f.DK, 4)}
 
-    def fields(problem: Any) -> dict[int, int]:
-        found = plain_fields(problem)
-        changed = {"row": f.SEQLEN_Q, "key": f.SEQLEN_K}[name]
-        return found | {changed: found[changed] + 1}
-
-    def put(values: Any, problem: Any, *rest: Any) -> Any:
-        plain_put(values, problem, *rest)
-        values[f.Q] -= problem.dtype.itemsize
+    def run(address: int, values: Any, *rest: Any) -> None:
+        position, step = changed[name]
+        # What is not there stays so, as dk in a forward.
+        values[position] += step if values[position] else 0
+        plain_run(address, values, *rest)
 
     def places(floats: dict[int, int]) -> tuple[dict[int, int], int]:
         offsets, size = plain_places(floats)
         return offsets | {f.WS_SCORES: offsets[f.WS_SCORES] + 64}, size
 
-    def tensor_fields(position: int, tensor: Tensor, kind: str) -> dict[int, int]:
-        found = plain_tensor_fields(position, tensor, kind)
-        return found | {f.DK: found[f.DK] + tensor.element_size()} if position == f.DK else found
-
-    if name in ("row", "key"):
-        launch.problem_fields = fields
-    elif name == "element":
-        launch.put_operands = put  # type: ignore[assignment]
+    if name in changed:
+        threads.run = run  # type: ignore[assignment]
     elif name == "workspace":
         launch.places = places
-    elif name == "gradient":
-        launch.tensor_fields = tensor_fields
 
 
 def say(*words: object) -> None:
@@ -392,6 +415,7 @@ def say(*words: object) -> None:
 
 def forget_plans() -> None:
     """Launch plans and schedules in other memory are not used again."""
+    calls.forget()
     for module in (launch, launch_backward, launch_higher, schedule):
         for function in list(vars(module).values()):
             if hasattr(function, "cache_clear"):

@@ -174,14 +174,12 @@ def forward_schedule(division: Division, bounds: Bounds, lengths: BothLengths | 
         block = round_up(max(1, seqlen_q * heads), host().lanes)
     else:
         heads, block = division.shared_heads, block_rows(division, bounds, threads)
-    entries = _entries(division, (rows, keys), chunks, heads, block)
-    count = len(entries) // ENTRY_FIELDS
-    return Schedule(
-        entries, count, division.num_heads // heads, heads, block, chunk_keys(), max(chunks, default=0) > 1
-    )
+    numbers = _entries(division, (rows, keys), chunks, heads, block)
+    units, split = division.num_heads // heads, max(chunks, default=0) > 1
+    return Schedule(table(numbers), len(numbers) // ENTRY_FIELDS, units, heads, block, chunk_keys(), split)
 
 
-def _entries(division: Division, lengths: BothLengths, chunks: Lengths, heads: int, block: int) -> Numbers:
+def _entries(division: Division, lengths: BothLengths, chunks: Lengths, heads: int, block: int) -> list[int]:
     blocks: list[tuple[int, int, int, int]] = []
     for batch, (queries, keys) in enumerate(zip(*lengths, strict=True)):
         rows = queries * heads
@@ -196,7 +194,7 @@ def _entries(division: Division, lengths: BothLengths, chunks: Lengths, heads: i
         count = chunks[batch]
         for chunk in range(count):
             entries += (batch, first, size, chunk, count)
-    return table(entries)
+    return entries
 
 
 def table(numbers: Sequence[int]) -> Numbers:
