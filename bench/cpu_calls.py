@@ -126,7 +126,12 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     found = [measured(name, make(range(FIRST[0], 301))) for name, make in CASES.items()]
     if arguments.output is not None:
-        about = {"machine": machine(), "versions": versions(), "commit": measuring.commit(), "threads": arguments.threads}
+        about = {
+            "machine": machine(),
+            "versions": versions(),
+            "commit": measuring.commit(),
+            "threads": arguments.threads,
+        }
         arguments.output.write_text(json.dumps({**about, "results": found}, indent=1) + "\n")
 
 

@@ -351,7 +351,10 @@ class Sketch:
             tuple([trace.record(f"n{whole.at}[{i}]", (whole.at,), n) if opened else n for i, n, opened in parts])
             for whole, parts in (
                 (trace.leaf(f"{name}.shape", tensor.shape), zip(itertools.count(), tensor.shape, is_open)),
-                (trace.leaf(f"{name}.stride()", tensor.stride()), ((i, n, True) for i, n in enumerate(tensor.stride()))),
+                (
+                    trace.leaf(f"{name}.stride()", tensor.stride()),
+                    ((i, n, True) for i, n in enumerate(tensor.stride())),
+                ),
             )
         )
         place = trace.leaf(f"{name}.data_ptr()", tensor.data_ptr())

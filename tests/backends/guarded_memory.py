@@ -30,17 +30,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import tilewise as tw
 from tilewise import calls, cascade
-from tilewise.backends.cpu import (
-    BACKEND,
-    bound,
-    cache,
-    isa,
-    launch,
-    launch_backward,
-    launch_higher,
-    schedule,
-    threads,
-)
+from tilewise.backends.cpu import BACKEND, cache, isa, launch, launch_backward, launch_higher, schedule, threads
 from tilewise.backends.cpu import params as f
 from tilewise.cascade import Group, SharedPrefix
 from tilewise.fp8.container import Fp8Tensor
@@ -163,7 +153,7 @@ class Guarded:
         for name in ("contiguous", "to"):
             setattr(Tensor, name, self._copied(getattr(Tensor, name)))
         launch.places, schedule.table = self.places, self.table  # type: ignore[assignment]
-        launch.allocate = bound.allocate = self.allocate
+        launch.allocate = self.allocate
         judged: Any = implementations
         judged.mask_of = lambda case, inputs: self.mask(mask_of(case, inputs))
         judged.attended = lambda case, inputs: tuple(self.operand(x) for x in attended(case, inputs))

@@ -10,6 +10,7 @@ import random
 import resource
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,12 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise import calls, ops
+from tilewise import calls
 from tilewise.backends.cpu import bound, cache, launch, launch_backward, schedule, threads
-from tilewise.operands import Flags, Operands
 from tilewise.symbolic import Trace
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# Sizes next to those where plans change: rows of decoding, of chunks of keys and of blocks, keys of a chunk and of totals.
+# Sizes next to those where plans change: rows of decoding, of chunks and of blocks, keys of a chunk and of totals.
 ROWS = (1, 2, 3, 4, 5, 8, 9, 16, 63, 64, 65, 127, 128, 129, 200, 300)
 KEYS = (1, 2, 15, 64, 65, 200, 1023, 1024, 1025, 1100, 4095, 4096, 4097, 4200)
 DRAWS = 25
@@ -217,9 +217,13 @@ def test_a_thousand_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, lengths = LOOPS[name], range(2, 402) if name == "training" else range(2, 1002)
     for n in lengths[:100:10]:
         call(n)
-    made = []
-    plain = Trace.function
-    monkeypatch.setattr(Trace, "function", lambda *given, **more: made.append(1) or plain(*given, **more))
+    made, plain = [], Trace.function
+
+    def function(*given: Any) -> Any:
+        made.append(given)
+        return plain(*given)
+
+    monkeypatch.setattr(Trace, "function", function)
     loaded = cache.program.cache_info().misses
     gc.collect()
     tracemalloc.start()
@@ -237,15 +241,18 @@ def test_a_thousand_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pages() -> int:
     """Bytes of this process in memory."""
-    with open("/proc/self/statm") as found:
-        return int(found.read().split()[1]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_repeated_calls_follow_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the plan was made, and kept, for another number."""
-    used = []
-    plain = threads.run
-    monkeypatch.setattr(threads, "run", lambda address, block, count: used.append(count) or plain(address, block, count))
+    used, plain = [], threads.run
+
+    def run(address: int, block: Any, count: int) -> None:
+        used.append(count)
+        plain(address, block, count)
+
+    monkeypatch.setattr(threads, "run", run)
     given = (torch.randn(1, 8, 512, 64), torch.randn(1, 8, 512, 64), torch.randn(1, 8, 512, 64))
     for count in (1, 2, 1, 3, 2):
         torch.set_num_threads(count)
@@ -315,9 +322,7 @@ def test_schedules_own_every_row_once() -> None:
         rows = [min(n, 8 // group) for n in rows] if few else rows
         left, right = draw.choice(((None, None), (None, 0), (40, 10)))
         shared_heads = group if few or splits else 1
-        division = schedule.Division(
-            2 * group, 2, 64, 64, 4, left, right, few, few or splits, False, shared_heads
-        )
+        division = schedule.Division(2 * group, 2, 64, 64, 4, left, right, few, few or splits, False, shared_heads)
         bounds = count, max(rows), max(keys)
         found = schedule.forward_schedule(division, bounds, (rows, keys), draw.randint(1, 9))
         entries = [tuple(found.entries[i : i + 5]) for i in range(0, len(found.entries), 5)]

@@ -19,18 +19,8 @@ from torch import Tensor
 
 from tilewise.backends.cpu import launch, launch_backward, threads
 from tilewise.backends.cpu import params as f
-from tilewise.backends.cpu.launch import (
-    ADDRESSED,
-    DTYPES,
-    Block,
-    Forward,
-    Run,
-    Strides,
-    Values,
-    allocate,
-    is_contiguous,
-)
-from tilewise.backends.cpu.schedule import Bounds, BothLengths, bounds_of
+from tilewise.backends.cpu.launch import ADDRESSED, DTYPES, Block, Forward, Run, Strides, Values, is_contiguous
+from tilewise.backends.cpu.schedule import BothLengths, Bounds, bounds_of
 from tilewise.memory import Reader
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -59,8 +49,10 @@ class Runs(Protocol):
 
 
 class Sized(NamedTuple):
-    """What a pass needs besides addresses, for certain sizes: the tensors that it makes, the bytes of an lse that nobody
-    reads, and the numbers that it puts into parameter blocks (first position, end, numbers). `runs` is None for sizes that were met only once, else what was
+    """What a pass needs besides addresses, for certain sizes.
+
+    `made` are the tensors that it makes, `unread` the bytes of an lse that nobody reads, `numbers` what it puts into
+    parameter blocks (first position, end, numbers). `runs` is None for sizes that were met only once, else what was
     found for threads and for lengths in index tensors.
     """
 
@@ -84,7 +76,7 @@ class Pass:
     """
 
     __slots__ = (
-        "_allocations", "_bounds", "_fields", "_kernels", "_largest", "_positions", "_readers", "_sized", "_unread", "made",
+        "_allocations", "_bounds", "_fields", "_fill", "_kernels", "_largest", "_readers", "_sized", "_unread", "made",
     )  # fmt: skip
 
     def __init__(
@@ -98,7 +90,7 @@ class Pass:
     ) -> None:
         self._fields, self._bounds, self._unread = fields, bounds_of(problem), unread
         self._kernels = kernels(f.new_block({at: value for at, value in fields.items() if not is_traced(value)}))
-        self._positions = (*given, *[position for position, _ in made.values()])
+        self._fill = _filler((*given, *[position for position, _ in made.values()]))
         self._allocations = tuple([allocation for _, allocation in made.values()])
         # Of the index tensors with the lengths of queries and keys, which each call reads.
         self._readers = None if problem.kind == "dense" else (Reader(), Reader())
@@ -122,7 +114,8 @@ class Pass:
         sized = self._allocations, self._unread, self._bounds
         names = {"Sized": Sized, "array": array, "torch": torch}
         ending = f"return Sized({', '.join(map(code, sized))}, ({numbers}), None)"
-        return trace.function([ending], (sized, self._fields), names)
+        measure: Callable[..., Sized | None] = trace.function([ending], (sized, self._fields), names)
+        return measure
 
     def __call__(
         self, tensors: Sequence[Any], places: tuple[int, ...] | None = None, sized: Sized | None = None
@@ -133,7 +126,7 @@ class Pass:
             if sized is None:
                 return None
         allocations, unread, bounds, slices, known = sized
-        made = [allocate(shape, strides, dtype) for shape, strides, dtype in allocations]
+        made = [launch.allocate(shape, strides, dtype) for shape, strides, dtype in allocations]
         available, lengths = threads.num_threads(), None if self._readers is None else self._lengths(tensors, made)
         key = available if lengths is None else (available, *lengths)
         runs = None if known is None else known.get(key)
@@ -153,8 +146,7 @@ class Pass:
             for first, end, numbers in slices:
                 values[first:end] = numbers
             values[f.SEQLEN_Q] = run.values[f.SEQLEN_Q]
-            for position, address in zip(self._positions, addresses, strict=True):
-                values[position] = address
+            self._fill(values, addresses)
             run.start(values, unread)
         if self._largest is not None:
             torch.amax(made[-1], self._largest, out=tensors[LOGITS])
@@ -173,6 +165,15 @@ class Pass:
             if used < len(out):
                 launch.clear_unused_rows(totals, out, named.get("lse"))
         return rows, keys
+
+
+@functools.lru_cache(maxsize=256)
+def _filler(positions: tuple[int, ...]) -> Callable[[Values, tuple[int, ...]], None]:
+    """A function that puts numbers at these positions: in one statement, which takes half the time of a loop."""
+    space: dict[str, Any] = {}
+    exec(f"def fill(values, numbers): ({''.join(f'values[{at}], ' for at in positions)}) = numbers", space)
+    found: Callable[[Values, tuple[int, ...]], None] = space["fill"]
+    return found
 
 
 def _numbers(rows: bytes, keys: bytes, bounds: Bounds) -> BothLengths:
@@ -243,7 +244,7 @@ def bind_backward(
 
 
 def _positions(names: Sequence[str], tensors: Sequence[Any]) -> list[int] | None:
-    """Where kernels find the addresses of the tensors that are not None; None if one must be looked at in every call."""
+    """Where kernels find the addresses of the tensors that are not None; None if one cannot be addressed."""
     known = ADDRESSED | GIVEN
     present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
     return [known[name] for name in present] if known.keys() >= set(present) else None

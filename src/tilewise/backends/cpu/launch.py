@@ -21,7 +21,7 @@ from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.cache import program
 from tilewise.backends.cpu.emit import BF16, E4M3, FP16, FP32, INT8
 from tilewise.backends.cpu.isa import host
-from tilewise.backends.cpu.schedule import Bounds, BothLengths, Division, Numbers, Schedule, bounds_of, round_up
+from tilewise.backends.cpu.schedule import BothLengths, Bounds, Division, Numbers, Schedule, bounds_of, round_up
 from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
@@ -351,7 +351,9 @@ def lengths(problem: AttentionProblem, operands: Operands) -> BothLengths | None
     q = [problem.seqlen_q] * problem.batch if operands.cu_seqlens_q is None else _differences(operands.cu_seqlens_q)
     if operands.seqlens_k is not None:
         return q, operands.seqlens_k.tolist()
-    return q, [problem.seqlen_k] * problem.batch if operands.cu_seqlens_k is None else _differences(operands.cu_seqlens_k)
+    return q, [problem.seqlen_k] * problem.batch if operands.cu_seqlens_k is None else _differences(
+        operands.cu_seqlens_k
+    )
 
 
 def _differences(totals: Tensor) -> list[int]:
@@ -368,10 +370,7 @@ def expected_microseconds(division: Division, bounds: Bounds, given: BothLengths
     """Estimated time of a forward pass on one thread."""
     (batch, seqlen_q, seqlen_k), dims = bounds, division.head_dim + division.head_dim_v
     if division.decodes:
-        if given is None:
-            keys = batch * seqlen_k
-        else:
-            keys = sum([keys for rows, keys in zip(*given, strict=True) if rows])
+        keys = batch * seqlen_k if given is None else sum([n for rows, n in zip(*given, strict=True) if rows])
         return keys * division.num_kv_heads * dims * division.kv_item // DECODED_BYTES
     pairs = batch * seqlen_q * seqlen_k if given is None else sum(map(operator.mul, *given))
     rate = FLOPS_WITH_MATRIX if in_tiles else FLOPS_PER_LANE * host().lanes
@@ -394,8 +393,7 @@ def clear_unused_rows(totals: Tensor | None, out: Tensor, lse: Tensor | None) ->
 
 class Run(NamedTuple):
     """A program and what its parameter block has besides strides, the number of keys and addresses. `threads` is 0 if
-    there is nothing to do. `num_partials` and `partial_bytes`: the results of chunks of keys that are merged, 0 if there
-    are none.
+    there is nothing to do. `num_partials` and `partial_bytes`: the results of chunks of keys that are merged, or 0.
     """
 
     program: str
@@ -423,8 +421,9 @@ class Run(NamedTuple):
         return cls(program, values, plan.entries, workspace_bytes, threads, is_long, items, partial_bytes)
 
     def start(self, values: Values, unread: int = 0) -> None:
-        """Run the program with these values, which have addresses. A long run handles signals. `unread`: the bytes of an
-        lse that nobody reads; it then lies behind the workspace.
+        """Run the program with these values, which have addresses. A long run handles signals.
+
+        `unread`: the bytes of an lse that nobody reads. Kernels always write one; it then lies behind the workspace.
         """
         name, _, entries, workspace_bytes, count, is_long, num_partials, partial_bytes = self
         if not count:

@@ -19,8 +19,8 @@ from tilewise.backends.cpu.emit import FP32
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.launch import Block, Run, Values, both_lengths
 from tilewise.backends.cpu.schedule import (
-    Bounds,
     BothLengths,
+    Bounds,
     Division,
     Lengths,
     Schedule,
@@ -217,7 +217,16 @@ class Kernel:
     `per_forward` is the time of all that is wanted in forward passes.
     """
 
-    __slots__ = ("_bias_shape", "_constants", "_division", "_in_tiles", "_per_forward", "_program", "_wanted", "_workspace")
+    __slots__ = (
+        "_bias_shape",
+        "_constants",
+        "_division",
+        "_in_tiles",
+        "_per_forward",
+        "_program",
+        "_wanted",
+        "_workspace",
+    )
 
     def __init__(
         self,
@@ -237,7 +246,10 @@ class Kernel:
         """The runs for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
         division = self._division
         expected = launch.expected_microseconds(division, bounds, given, in_tiles=self._in_tiles)
-        count, is_long = launch.useful_threads(expected, available), self._per_forward * expected >= launch.LONG_MICROSECONDS
+        count, is_long = (
+            launch.useful_threads(expected, available),
+            self._per_forward * expected >= launch.LONG_MICROSECONDS,
+        )
         known = None if given is None else (tuple(given[0]), tuple(given[1]))
         found = []
         for work, plan, keys in _passes(division, self._wanted, self._bias_shape, count, bounds, known):
@@ -296,8 +308,8 @@ def _passes(
     return found
 
 
-# Entries: (first batch, end batch, first row, end row, first key, end key).
-Entry = tuple[int, ...]
+# (first batch, end batch, first row, end row, first key, end key).
+Entry = tuple[int, int, int, int, int, int]
 # The rows or keys of an entry that owns all.
 EVERYTHING = (0, 1 << 40)
 
@@ -339,7 +351,9 @@ def _bias_owners(bias_shape: tuple[int, int, int, int], q_lengths: Lengths) -> t
     if rows == 1:
         return [(first, end, *EVERYTHING, *EVERYTHING) for first, end, _ in owners], heads
     blocks = [
-        (first, end, row, row + BLOCK_ROWS, *EVERYTHING) for first, end, most in owners for row in range(0, most, BLOCK_ROWS)
+        (first, end, row, row + BLOCK_ROWS, *EVERYTHING)
+        for first, end, most in owners
+        for row in range(0, most, BLOCK_ROWS)
     ]
     return blocks, heads
 

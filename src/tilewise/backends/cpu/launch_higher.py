@@ -48,7 +48,11 @@ def forward_tangent(
     values = launch.template_of(problem, operands)[:]
     launch.put_operands(values, problem, operands, out, lse, keep)
     _put_tangents(values, problem, operands, tangents, dot_out, dot_lse, keep)
-    division, bounds, in_tiles = Division.of(problem), bounds_of(problem), launch.forward_program(problem) == "forward_matrix"
+    division, bounds, in_tiles = (
+        Division.of(problem),
+        bounds_of(problem),
+        launch.forward_program(problem) == "forward_matrix",
+    )
     plan = schedule_of(row_blocks(division, *both_lengths(bounds, lengths)), problem.num_heads, 1)
     offsets, size = _tangent_workspace(problem.head_dim, problem.head_dim_v)
     launch.put(values, offsets)
