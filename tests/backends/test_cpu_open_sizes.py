@@ -110,6 +110,14 @@ def slopes(draw: Draw) -> Made:
     return (q, k, v), {"alibi_slopes": torch.rand(draw.choice(((4,), (batch, 4)))), "causal": True}
 
 
+def in_8_bits(draw: Draw) -> Made:
+    """K and V, or all three, in e4m3 with scales."""
+    (q, k, v), _ = dense(draw)
+    q, k, v = (t.detach().contiguous().to(BF16) for t in (q, k, v))
+    quantised = [tw.fp8.quantize(t, granularity="head") for t in (q, k, v)]
+    return (quantised[0], *quantised[1:]), {"causal": True}  # type: ignore[return-value]
+
+
 def shared(draw: Draw) -> Made:
     """K passed as V, too."""
     (q, k, _), flags = dense(draw)
@@ -143,6 +151,9 @@ CASES: dict[str, Callable[[Draw], Made]] = {
     "alibi": slopes,
     "k is v": shared,
     "latent": latent,
+    "logits": lambda d: dense(d, return_max_logits=True, causal=True),
+    "logits of decoding": lambda d: decoded(d, return_max_logits=True, return_lse=True),
+    "e4m3": in_8_bits,
 }
 
 
@@ -150,7 +161,7 @@ def results(given: tuple[Tensor, ...], flags: dict[str, Any]) -> list[Tensor]:
     """Of a call, and of its backward where operands require gradients."""
     made = tw.attention(*given, **flags)
     outs = list(made) if isinstance(made, tuple) else [made]
-    if not given[0].requires_grad:
+    if not isinstance(given[0], Tensor) or not given[0].requires_grad:
         return outs
     dout = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(3)).to(outs[0].dtype)
     return outs + list(torch.autograd.grad(outs[0], [t for t in given if t.requires_grad], dout))

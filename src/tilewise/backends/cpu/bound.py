@@ -189,6 +189,8 @@ def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) 
     given = _positions(Operands._fields, operands)
     if given is None or 0 in problem.out_shape or not _are_readable(problem, operands):
         return None
+    if problem.is_traced and problem.kind != "dense":
+        return None  # index tensors are read through views of one shape
     lse = contiguous(problem.lse_shape, torch.float32)
     made = {"lse": (f.LSE, lse)} if want_lse else {}
     if operands.out is None:
