@@ -94,6 +94,13 @@ def decoded(draw: Draw, **flags: Any) -> Made:
     return (q[:, :, :1].detach(), k.detach(), v.detach()), flags
 
 
+def some_gradients(draw: Draw, **flags: Any) -> Made:
+    """Of q alone, of q and k, or of q and v."""
+    given, flags = dense(draw, **flags)
+    which = draw.choice(((True, False, False), (True, True, False), (True, False, True)))
+    return tuple([t.detach().requires_grad_(needs) for t, needs in zip(given, which, strict=True)]), flags
+
+
 def scored(draw: Draw, name: str) -> Made:
     (q, k, v), _ = dense(draw)
     shape = [draw.choice((1, size)) for size in (*q.shape[:3], k.shape[2])]
@@ -143,6 +150,7 @@ CASES: dict[str, Callable[[Draw], Made]] = {
     "fp16": lambda d: dense(d, dtype=F16),
     "sinks": lambda d: (dense(d)[0], {"sinks": torch.linspace(-1, 1, 4), "causal": True}),
     "lse": lambda d: dense(d, return_lse=True),
+    "some gradients": lambda d: some_gradients(d, causal=True),
     "decode": decoded,
     "decode bf16": lambda d: decoded(d, heads=8, kv=1, dtype=BF16),
     "decode window": lambda d: decoded(d, window=(500, 0)),
@@ -163,8 +171,12 @@ def results(given: tuple[Tensor, ...], flags: dict[str, Any]) -> list[Tensor]:
     outs = list(made) if isinstance(made, tuple) else [made]
     if not isinstance(given[0], Tensor) or not given[0].requires_grad:
         return outs
-    dout = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(3)).to(outs[0].dtype)
-    return outs + list(torch.autograd.grad(outs[0], [t for t in given if t.requires_grad], dout))
+    numbers = torch.Generator().manual_seed(3)
+    dout = torch.randn(outs[0].transpose(1, 2).shape, generator=numbers).to(outs[0].dtype).transpose(1, 2)
+    wanted = [t for t in given if t.requires_grad]
+    if len(outs) == 2 and outs[1].requires_grad:
+        return outs + list(torch.autograd.grad(outs, wanted, (dout, torch.randn(outs[1].shape, generator=numbers))))
+    return outs + list(torch.autograd.grad(outs[0], wanted, dout))
 
 
 @pytest.mark.parametrize("name", CASES)
