@@ -34,8 +34,6 @@ APART = 3
 GIVEN = {"dout": f.DOUT, "dlse": f.DLSE, "out": f.OUT, "lse": f.LSE, "max_logits": f.LARGEST}
 # The largest score of each row: made for `max_logits`, not for the caller.
 LARGEST = "largest"
-# Runs that are kept for the same sizes, one for each number of threads and lengths in index tensors.
-MAX_RUNS = 8
 TOTALS_Q, TOTALS_K, LENGTHS_K, OUT, LOGITS = (
     Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "out", "max_logits")
 )
@@ -53,7 +51,7 @@ class Sized(NamedTuple):
 
     `made` are the tensors that it makes, `unread` the bytes of an lse that nobody reads, `numbers` what it puts into
     parameter blocks (first position, end, numbers). `runs` is None for sizes that were met only once, else what was
-    found for threads and for lengths in index tensors.
+    found last, by the number of threads and the lengths in index tensors: the layers of a step ask for the same.
     """
 
     made: tuple[Allocation, ...]
@@ -133,8 +131,7 @@ class Pass:
         if runs is None:
             runs = self._kernels.runs(bounds, lengths and _numbers(*lengths, bounds), available)
             if known is not None:
-                if len(known) == MAX_RUNS:
-                    known.clear()
+                known.clear()
                 known[key] = runs
         if places is None:
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])

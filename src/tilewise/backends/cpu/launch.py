@@ -41,8 +41,8 @@ LONG_MICROSECONDS = 50_000
 # are prefetched while the previous one is finished.
 MOST_AT_ONCE, TURNS = 8, 8
 
-# Runs that a kernel keeps, of about 3 KiB each.
-MAX_STEPS = 64
+# Runs that a kernel keeps: a few KiB each, more for large batches.
+MAX_STEPS = 8
 
 # The dimensions of the batch (or page), the head and the row; None if a tensor has no such stride.
 STRIDE_ORDER: dict[str, tuple[int | None, int | None, int | None]] = {
