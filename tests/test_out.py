@@ -54,6 +54,28 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]]:
 KINDS = ("dense", "varlen", "paged")
 
 
+def test_other_sizes_are_judged_as_the_first() -> None:
+    """One plan serves calls of many sizes; what it does not cover is refused or computed as ever."""
+    torch.manual_seed(0)
+    memory = torch.randn(200_000)
+    for length in (40, 41, 57, 58):
+        q, k, v = (memory[i * 20_000 :][: 4 * length * 16].view(1, 4, length, 16) for i in range(3))
+        want = tw.attention(q, k, v)
+        for order in ("bhsd", "bshd"):
+            out = torch.empty(1, 4, length, 16) if order == "bhsd" else torch.empty(1, length, 4, 16).transpose(1, 2)
+            assert tw.attention(q, k, v, out=out) is out
+            torch.testing.assert_close(out, want)
+        with pytest.raises(InvalidProblem, match="does not overlap v"):
+            tw.attention(q, k, v, out=v)
+        begin = 20_000 + 4 * length * 16 - 1  # the last element of k
+        with pytest.raises(InvalidProblem, match="does not overlap k"):
+            tw.attention(q, k, v, out=memory[begin:][: 4 * length * 16].view(1, 4, length, 16))
+        out = memory[begin + 1 :][: 4 * length * 16].view(1, 4, length, 16)
+        torch.testing.assert_close(tw.attention(q, k, v, out=out), want)
+        with pytest.raises(InvalidProblem, match="memory of their own"):
+            tw.attention(q, k, v, out=torch.empty(1, 4, 1, 16).expand(1, 4, length, 16))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_symbolic_sizes(name: str) -> None:
     """As traced with sizes that are not known: the same shape comes out."""

@@ -174,9 +174,13 @@ class Again(NamedTuple):
 class Form:
     """Calls that differ in sizes and addresses alone, and their plans (tilewise.symbolic)."""
 
-    __slots__ = ("_again", "_last", "_plans", "_signature")
+    __slots__ = ("_again", "_keeps", "_last", "_plans", "_signature")
 
-    def __init__(self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]], *, keeps: bool = True
+    ) -> None:
+        """`keeps` False: plans are asked in every call, because they compare addresses."""
+        self._keeps = keeps
         self._signature = Signature(tensors, is_open)
         self._plans: list[tuple[Callable[..., Any], Any]] = []
         self._again: Again | None = None
@@ -209,7 +213,7 @@ class Form:
             if sized is not None:
                 if known is not self._plans[0]:  # the next call most often uses it, too
                     self._plans = [known, *[other for other in self._plans if other is not known]]
-                if sized == self._last:
+                if self._keeps and sized == self._last:
                     sized = sized.kept()
                     self._again = Again(Signature(tensors), lengths, plan, sized)
                 else:
@@ -379,12 +383,14 @@ def _slot(family: Family, groups: Any, lengths: Lengths, *looks: Any) -> Slot:
     return Slot(groups, family if groups is None else None, lengths)
 
 
-def form_of(forms: list[Form], tensors: Sequence[Any], is_open: Sequence[Sequence[bool]]) -> Form:
+def form_of(
+    forms: list[Form], tensors: Sequence[Any], is_open: Sequence[Sequence[bool]], *, keeps: bool = True
+) -> Form:
     """The form of some tensors among others; a new one if there is none."""
     for form in forms:
         if form.takes(tensors):
             return form
-    forms[:] = [Form(tensors, is_open), *forms[: MAX_FORMS - 1]]
+    forms[:] = [Form(tensors, is_open, keeps=keeps), *forms[: MAX_FORMS - 1]]
     return forms[0]
 
 

@@ -135,7 +135,7 @@ class Call:
 
     __slots__ = (
         "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_record", "_recorded", "_trace",
-        "bound", "flags", "kind", "problem", "return_lse", "wide",
+        "_writes", "bound", "flags", "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
@@ -152,7 +152,9 @@ class Call:
         self._trace: Trace | None = None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
         named = operands._replace(max_logits=None)
+        # The check of a given `out`; plans for all sizes have their own.
         self._disjoint = None if operands.out is None else validation.Disjoint(Operands._fields, named)
+        self._writes = operands.out is not None
         reads = lasting and validation.reads_contents(kind, operands)
         self._contents = validation.Contents(self.problem, flags) if reads else None
         self._backwards: dict[tuple[bool, ...], list[calls.Form]] = {}
@@ -169,13 +171,16 @@ class Call:
         count = slot.signature.count
         lengths, tensors = self.flags.lengths, named[:count]
         found = None
-        if operands.out is None and self._contents is None and not self.wide:
+        if self._disjoint is not None:
+            self._disjoint.check(tensors)
+        if self._contents is None and not self.wide:
             found = _opened(self.kind, Operands._fields[:count], tensors, self.flags, self._bound_forward)
         if found is None:
             self.bind(operands)
             return None
         self._trace, self.problem, self.bound, measure, is_open = found
-        form = calls.form_of(slot.family.forms, tensors, is_open)
+        self._disjoint = None
+        form = calls.form_of(slot.family.forms, tensors, is_open, keeps=not self._writes)
         form.add(measure, calls.Slot(None, call=self))
         return measure(*[tensor for tensor in tensors if tensor is not None], *lengths)
 
@@ -203,7 +208,8 @@ class Call:
         if lengths is None:
             lengths = self.flags.lengths
         if (tracing.profiler._is_profiler_enabled or self._nvtx) and not traced:  # noqa: SLF001
-            with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, self.problem):
+            problem = self.problem_of(tensors, lengths)
+            with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, problem):
                 return self(tensors, places, sized, before, lengths, True)
         if self._contents is not None:
             self._contents.check(tensors)
@@ -215,8 +221,8 @@ class Call:
             tensors, places = self._narrowed(tensors), None
         if self.problem.max_logits:
             return self._with_logits(tensors, sized, lengths)
-        if self._disjoint is not None:
-            return self._written(tensors, places)
+        if self._writes:
+            return self._written(tensors, places, sized, lengths)
         if self._recorded:
             recorded: calls.Result = self._record(self, places, sized, lengths, *tensors)
             return recorded
@@ -234,22 +240,24 @@ class Call:
         tensors = (*tensors[:_LOGITS], *_NOTHING[len(tensors) :], logits)
         if self._recorded:
             result: Any = self._record(self, None, sized, lengths, *tensors)
-        elif self._disjoint is not None:
-            result = self._written(tensors, None)
+        elif self._writes:
+            result = self._written(tensors, None, sized, lengths)
         else:
             made = self.forward(tensors, None, sized, lengths)
             result = (made[0], made[1]) if self.return_lse else made[0]
         return (*result, logits) if self.return_lse else (result, logits)
 
-    def _written(self, tensors: Sequence[Tensor | None], places: calls.Places | None) -> calls.Result:
+    def _written(
+        self, tensors: Sequence[Tensor | None], places: calls.Places | None, sized: Any, lengths: calls.Lengths
+    ) -> calls.Result:
         """The results of a call with `out`."""
         out: Any = tensors[_OUT]
-        made = None if self.bound is None else self.bound(tensors, places)
-        lse = _run(self.problem, self._chosen, Operands(*tensors))[1] if made is None else None  # type: ignore[arg-type]
+        made: Sequence[Any] | None = None if self.bound is None else self.bound(tensors, places, sized)
+        if made is None:
+            given: Any = Operands(*tensors)  # type: ignore[arg-type]
+            made = _run(self.problem_of(tensors, lengths), self._chosen, given)[1:]
         touch(out)
-        if not self.return_lse:
-            return cast("Tensor", out)
-        return out, made[0] if made is not None else cast("Tensor", lse)
+        return (out, made[0]) if self.return_lse else out
 
     def forward(
         self, tensors: Sequence[Tensor | None], places: calls.Places | None, sized: Any, lengths: calls.Lengths
@@ -274,7 +282,8 @@ class Call:
         by_op = torch.is_grad_enabled() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001
         watched = tracing.profiler._is_profiler_enabled or self._nvtx  # noqa: SLF001
         if watched and not traced and not by_op and calls.are_plain(given[:2]):
-            with tracing.span(tracing.BACKWARD, given[4:], self._chosen.backend.name, self.problem):
+            problem = self.problem_of(given[4:], lengths)
+            with tracing.span(tracing.BACKWARD, given[4:], self._chosen.backend.name, problem):
                 return self.gradients(given, needs, lengths, True)
         plain = not by_op and calls.are_plain(given[:2]) and calls.are_stored(given[:2])
         known = self._backward(given, needs, lengths) if self._lasting and plain else None

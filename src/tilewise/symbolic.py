@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -374,6 +375,23 @@ class Sketch:
     def get_device(self) -> int:
         """As of a tensor."""
         return self._index
+
+    def numel(self) -> Any:
+        """As of a tensor."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """As of a tensor."""
+        return self.dtype.itemsize
+
+    def is_contiguous(self) -> bool:
+        """As of a tensor."""
+        expected: Any = 1
+        for size, stride in zip(self.shape[::-1], self._strides[::-1], strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
 
     def transpose(self, a: int, b: int) -> Sketch:
         """As of a tensor."""

@@ -37,7 +37,7 @@ from tilewise.validation.flags import (
 )
 from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import split_scales, unwrapped
-from tilewise.validation.results import Disjoint, check_out, check_result
+from tilewise.validation.results import Disjoint, check_out, check_result, check_traced_result
 from tilewise.validation.tensors import FLOATS, TILE_MASK, TensorSpec, describe, open_sizes, public_names
 from tilewise.validation.values import check_values, longest_sequences, pages_in_use
 
@@ -162,6 +162,8 @@ def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem
 def traced_problem(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
     """The problem of operands without memory, for calls that read no contents."""
     problem = describe(kind, operands, flags)
+    if operands.out is not None:
+        check_traced_result(operands)
     k, v = operands.k, operands.v
     narrower = v.shape[-1] < k.shape[-1] and k.dtype == v.dtype
     latent = narrower and k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.shape[:-1] == v.shape[:-1]
