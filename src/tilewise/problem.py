@@ -175,14 +175,14 @@ _NAMES = {
 }
 
 
-def _features() -> tuple[tuple[str, Any, str], ...]:
+def _features_of(problem: type[AttentionProblem]) -> tuple[tuple[str, Any, str], ...]:
     """Field, value without the feature, and name of every feature."""
-    defaults = {field.name: field.default for field in dataclasses.fields(AttentionProblem)}
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(problem)}
     defaults |= {"group_size": 1, "has_own_width": False}
     names = _NAMES | {name: _NAMES.get(name, name) for name in defaults if name not in PLAIN}
     return tuple((field, defaults[field], name) for field, name in names.items())
 
 
-_FEATURES = _features()
+_FEATURES = _features_of(AttentionProblem)
 # Every feature that a problem may have.
 FEATURES = frozenset(name for *_, name in _FEATURES)
