@@ -276,9 +276,12 @@ def test_the_command_line_has_an_option_for_every_argument_that_changes_scores()
 @pytest.mark.parametrize("kind", KINDS)
 def test_cases_pass_every_argument_they_have(kind: problem.Kind) -> None:
     """All that a call takes but results, the backend and hints, which the suite tests otherwise."""
+    numbers = {
+        name: value for name, value in TRIED.items() if name in {field.name for field in dataclasses.fields(Case)}
+    }
     case = Case(
-        kind=kind, causal=True, window=(3, None), softcap=2.0, scale=0.5, bias="qk", mask="qk", alibi="h", sinks=True,
-        dropout=0.0 if kind == "paged" else 0.25,
+        **numbers | {"layout": "bhsd", "dropout": 0.0 if kind == "paged" else 0.25},
+        kind=kind, bias="qk", mask="qk", alibi="h", sinks=True,
     )  # fmt: skip
     passed = arguments_of(case, make_inputs(case))
     left = {"q", "k", "v", "k_pages", "v_pages", "backend", "return_lse", "return_max_logits", "out", "shared_prefix"}
