@@ -258,6 +258,15 @@ def test_rules_of_every_option() -> None:
         validation.check_flag(name, ROWS[name].default)
 
 
+@pytest.mark.parametrize("name", [name for name, kind in FLAGS.items() if kind == "float?"])
+@pytest.mark.parametrize("value", [1e-300, 1e300])
+def test_numbers_that_fp32_does_not_hold_are_refused(name: str, value: float) -> None:
+    given = base(DENSE)
+    with pytest.raises(tw.InvalidProblem, match=f"^{name}: expected a magnitude"):
+        tw.attention(**given, **{name: value})
+    tw.attention(**{x: t.double() for x, t in given.items()}, **{name: value})
+
+
 # Options of calls that the command line leaves out: results of calls, and what a plan by sizes has no use for.
 NOT_ON_THE_COMMAND_LINE = {
     "scale", "layout", "deterministic", "return_lse", "return_max_logits", "max_seqlen_q", "max_seqlen_k",
