@@ -261,10 +261,10 @@ def test_rules_of_every_option() -> None:
 @pytest.mark.parametrize("name", [name for name, kind in FLAGS.items() if kind == "float?"])
 @pytest.mark.parametrize("value", [1e-300, 1e300])
 def test_numbers_that_fp32_does_not_hold_are_refused(name: str, value: float) -> None:
-    given = base(DENSE)
+    given, attention = base(DENSE) | {name: value}, getattr(tw, DENSE)
     with pytest.raises(tw.InvalidProblem, match=f"^{name}: expected a magnitude"):
-        tw.attention(**given, **{name: value})
-    tw.attention(**{x: t.double() for x, t in given.items()}, **{name: value})
+        attention(**given)
+    attention(**{x: t.double() if x in "qkv" else t for x, t in given.items()})
 
 
 # Options of calls that the command line leaves out: results of calls, and what a plan by sizes has no use for.
@@ -399,6 +399,33 @@ def test_declared_features_are_features() -> None:
     # Every other field, and what is made of sizes, turns a feature on.
     named = {field for field, *_ in problem._FEATURES}
     assert named == fields - PLAIN | {"group_size", "has_own_width"}
+
+
+# Who computes for a backend, besides its own package.
+HELPERS = {"hopper": ("gpu", "triton"), "triton": ("gpu",)}
+# How features are read that are not read by their field: through properties and operands.
+READ_AS = {"causal": "band", "window": "band", "head_dim_v": "head_dim_v", "mask": "mask", "tile mask": "tiles"}
+# Each sequence is computed alone, whatever the problem says.
+BY_NATURE = {("cpu", "batch-invariant")}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "reference"])
+def test_a_backend_reads_the_fields_of_the_features_it_declares(name: str) -> None:
+    """A kernel that does not exist reads nothing. The reference declares everything; plain torch checks it."""
+    package = Path(dispatch.__file__).parent / "backends"
+    words: set[str] = set()
+    for path in [path for part in (name, *HELPERS.get(name, ())) for path in (package / part).glob("*.py")]:
+        tree = ast.parse(path.read_text())
+        declared = [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "honours"]
+        skipped = {id(inner) for node in declared for inner in ast.walk(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                words.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
+                words.add(node.value)
+    for feature in dispatch.load(name).honours - dispatch.HINTS:
+        fields = {field for field, _, named in problem._FEATURES if named == feature}
+        assert words & (fields | {READ_AS.get(feature)}) or (name, feature) in BY_NATURE, feature
 
 
 class Knowing(ReferenceBackend):
