@@ -228,6 +228,8 @@ def test_every_operand_and_flag_comes_from_a_row() -> None:
         "shared_prefix", "return_lse", "device",
     ]  # fmt: skip
     assert Options._fields == tuple(OPTIONS)
+    # The calls append them to the others, which are part of the key of cached calls.
+    assert Options._fields[-2:] == ("max_seqlen_q", "max_seqlen_k")
     assert Flags._fields == tuple(FLAGS)
     assert DERIVED.split()[1] in FLAGS
     for kind, call in KINDS.items():

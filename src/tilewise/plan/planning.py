@@ -152,7 +152,7 @@ def explain(
     """
     if unknown:
         raise validation.unexpected(explain, unknown)
-    options = Options(*itemgetter(*Options._fields)(locals()))
+    options = Options(*itemgetter(*Options._fields)(locals()))  # each argument of that name
     data: tuple[Any, Any, Any] = (q, k, v)
     # A mask with contents counts for meta tensors, too.
     read = mask if isinstance(mask, TileMask) and isinstance(q, Tensor) and q.is_meta else None
