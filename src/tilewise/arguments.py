@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,8 +72,7 @@ EVERY = (*CALLS, EXPLAIN)
 KINDS = {"dense": DENSE, "varlen": VARLEN, "paged": PAGED}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Argument:
+class Argument(NamedTuple):
     """A row. `calls` are the functions that take the argument, and `required` those that need it.
 
     Where it lands: `operands` are the tensors it becomes, `flags` the flags, in torch.library's schema syntax. An
@@ -92,7 +92,7 @@ class Argument:
     flags: str = ""
     rule: Rule | None = None
     is_factor: bool = False
-    foreign: Mapping[str, str] = field(default_factory=dict)
+    foreign: Mapping[str, str] = MappingProxyType({})
     elsewhere: str = ""
     cli: str = ""
     tried: Any = None
