@@ -135,9 +135,14 @@ class AttentionProblem(Shared):
     @property
     def features(self) -> tuple[str, ...]:
         """Names of everything beyond plain attention that this problem uses, for reports and refusals."""
-        used = {name: True for field, default, name in _FEATURES if getattr(self, field) != default}
-        if "int8" in used:
-            del used["fp8"]
+        used: dict[str, None] = {}
+        for field, default, name in _FEATURES:
+            value = getattr(self, field)
+            # A side of a window may be symbolic, which is compared with numbers alone.
+            if value is not None if default is None else value != default:
+                used[name] = None
+        if self.int8:
+            used.pop("fp8", None)
         return tuple(used)
 
 
