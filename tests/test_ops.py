@@ -50,7 +50,7 @@ def samples() -> dict[str, tuple[Kind, Operands, Flags]]:
 
 
 def op_arguments(kind: Kind, operands: Operands, flags: Flags) -> tuple[Any, ...]:
-    names = schemas.OPERANDS[kind].replace("?", "").split()
+    names = schemas.operand_names(kind)
     return (*(getattr(operands, name) for name in names), *flags)
 
 

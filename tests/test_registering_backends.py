@@ -25,6 +25,7 @@ class Toy:
     """Computes by the reference, for head_dim 24 or less, and counts its passes."""
 
     name = "toy"
+    honours = dispatch.load("reference").honours
 
     def __init__(self, most: int = 24) -> None:
         self.most, self.forwards, self.backwards = most, 0, 0
@@ -154,25 +155,27 @@ def test_a_registered_backend_passes_cases_of_the_conformance_suite(toy: Toy) ->
     assert toy.forwards > 0
 
 
-# What a backend need not know, the method that says it does, a call that needs it, and the refusal of one without it.
-ABILITIES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "tile masks": ("skips_tiles", {"mask": tw.TileMask.prefix(3, 7)}, r"mask\.dense\(\)"),
-    "largest scores": ("finds_largest", {"return_max_logits": True}, "does not know max_logits"),
-    "batches": ("ignores_batch", {"deterministic": "batch"}, "independent of the batch"),
-    "tangents": ("forward_tangent", {}, "no tangents"),
+# What a backend need not know, a call that needs it, and the refusal of one that does not know it.
+ABILITIES: dict[str, tuple[dict[str, Any], str]] = {
+    "tile mask": ({"mask": tw.TileMask.prefix(3, 7)}, r"mask\.dense\(\)"),
+    "max_logits": ({"return_max_logits": True}, "does not know max_logits"),
+    "batch-invariant": ({"deterministic": "batch"}, "independent of the batch"),
+    "softcap": ({"softcap": 2.0}, "does not know softcap"),
+    "forward_tangent": ({}, "no tangents"),
 }
 
 
 class Unknowing:
-    """The reference without one of its methods."""
+    """The reference without one of its features, or of its methods."""
 
     name = "unknowing"
 
-    def __init__(self, method: str) -> None:
-        self.method = method
+    def __init__(self, ability: str) -> None:
+        self.ability = ability
+        self.honours = dispatch.load("reference").honours - {ability}
 
     def __getattr__(self, name: str) -> Any:
-        if name == self.method:
+        if name == self.ability:
             raise AttributeError(name)
         return getattr(dispatch.load("reference"), name)
 
@@ -182,13 +185,13 @@ class Unknowing:
 @pytest.mark.parametrize("ability", ABILITIES)
 def test_a_backend_that_does_not_know_a_feature_is_not_asked(ability: str) -> None:
     """It would ignore what it does not know: a mask, say."""
-    method, flags, reason = ABILITIES[ability]
+    flags, reason = ABILITIES[ability]
     q, k, v = qkv()
 
     def attend(q: Tensor, **flags: Any) -> Any:
         return tw.attention(q, k, v, backend="unknowing", **flags)
 
-    with installed(Unknowing(method)):
+    with installed(Unknowing(ability)):
         attend(q)
         with pytest.raises(tw.Unsupported, match=reason):
             attend(q, **flags) if flags else torch.func.jvp(attend, (q,), (q,))

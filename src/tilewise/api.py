@@ -274,11 +274,11 @@ def attention_paged(
     """Exact attention to a paged KV cache: token j of sequence b is slot j % page_size of page block_table[b, j //
     page_size].
 
-    Shapes: q (batch, num_heads, head_dim) with one token per sequence, or packed (total_q, ...) with `cu_seqlens_q`;
-    pages (num_pages, page_size, num_kv_heads, dim), block_table int32 (batch, max_pages), seqlens_k int32 (batch,).
-    Returns out (total_q, num_heads, head_dim_v), and also lse (num_heads, total_q) if `return_lse`. bias and mask
-    broadcast over max_pages * page_size keys. `shared_prefix` names sequences that start with the same pages; these
-    pages are read once per group where that is faster (see tilewise.cascade).
+    Shapes: q (batch, num_heads, head_dim) with one token per sequence, or packed (total_q, ...) with `cu_seqlens_q`, at
+    most `max_seqlen_q` of each sequence; pages (num_pages, page_size, num_kv_heads, dim), block_table int32 (batch,
+    max_pages), seqlens_k int32 (batch,). Returns out (total_q, num_heads, head_dim_v), and also lse (num_heads,
+    total_q) if `return_lse`. bias and mask broadcast over max_pages * page_size keys. `shared_prefix` names sequences
+    that start with the same pages; these pages are read once per group where that is faster (see tilewise.cascade).
 
         >>> pages = torch.ones(3, 4, 2, 8)
         >>> table = torch.tensor([[2, 0]], dtype=torch.int32)

@@ -408,7 +408,8 @@ def _direct(shared: SharedPrefix, operands: Operands, flags: Flags) -> _Direct |
         return None
     prefix, everything = _prefix(shared, operands, flags)
     problem, prefix = ops.described("paged", prefix, everything)
-    fits = backend.splits_prefixes(problem, shared.num_rows, devices.of(operands.q.device))
+    fits = dispatch.unknown_feature(backend, problem) is None
+    fits = fits and backend.splits_prefixes(problem, shared.num_rows, devices.of(operands.q.device))
     return _Direct(backend, problem, prefix, everything) if fits else None
 
 

@@ -14,16 +14,23 @@ import torch
 
 from tilewise import backends, settings
 from tilewise.backends import Status, load, statuses
-from tilewise.backends.base import Backend, Differentiating, Invariant, Measuring, Serving, TileMasking
+from tilewise.backends.base import Backend, Differentiating, Serving
 from tilewise.device import DeviceSpec
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.problem import AttentionProblem
 
 __all__ = [
     "Rejection", "Selection", "Status", "load", "refusal", "register", "require", "select", "serving", "statuses",
-    "unregister",
+    "unknown_feature", "unregister",
 ]  # fmt: skip
 
+# Features that a backend may ignore: its results are the same without them.
+HINTS = frozenset(("latent",))
+# What is said of features that a backend does not declare, where its name alone would not help.
+REASONS = {
+    "tile mask": "has no tile masks: pass mask=mask.dense(), which computes every pair",
+    "batch-invariant": "does not say that its results are independent of the batch",
+}
 # The backend with the serving passes (writes, prefixes, merges), by device type.
 SERVING = {"cpu": "cpu", "cuda": "triton"}
 
@@ -83,14 +90,15 @@ def refusal(backend: Backend, problem: AttentionProblem, device: DeviceSpec) -> 
     reason = backend.supports(problem, device)
     if reason is None and problem.higher and not isinstance(backend, Differentiating):
         return "has no tangents (jvp) and no second derivatives"
-    # Asked here, so that a backend which does not know tile masks cannot ignore one.
-    if reason is None and problem.tiles_shape is not None and not isinstance(backend, TileMasking):
-        return "has no tile masks: pass mask=mask.dense(), which computes every pair"
-    if reason is None and problem.max_logits and not isinstance(backend, Measuring):
-        return "does not know max_logits"
-    if reason is None and problem.batch_invariant and not isinstance(backend, Invariant):
-        return "does not say that its results are independent of the batch"
-    return reason
+    # Asked here, so that a backend cannot ignore what was added after it was written.
+    return unknown_feature(backend, problem) if reason is None else reason
+
+
+def unknown_feature(backend: Backend | Serving, problem: AttentionProblem) -> str | None:
+    """The refusal of a problem with a feature that the backend does not declare, or None."""
+    declared: frozenset[str] = getattr(backend, "honours", frozenset())
+    missing = next((name for name in problem.features if name not in declared and name not in HINTS), None)
+    return None if missing is None else REASONS.get(missing, f"does not know {missing}")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,11 +8,14 @@ contiguous; `out` heads first, with any strides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections import namedtuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilewise.arguments import FLAG_DEFAULTS, FLAGS, OPTIONS, Shared
 
 Window = tuple[int | None, int | None]
 
@@ -47,65 +50,82 @@ class Operands(NamedTuple):
     max_logits: Tensor | None = None
 
 
-class Options(NamedTuple):
-    """Everything about a call that is not a tensor, as the caller spells it; `validation.normalise` checks it."""
-
-    causal: bool = False
-    window: Window | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    dropout: float = 0.0
-    layout: str = "bhsd"
-    deterministic: bool | Literal["batch"] | None = None
-    backend: str = "auto"
-    return_lse: bool = False
-    return_max_logits: bool = False
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-
-
-class Flags(NamedTuple):
-    """Validated options, in the order of the op schemas (see ops.py)."""
-
-    causal: bool = False
-    window_left: int | None = None
-    window_right: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
-    layout: str = "bhsd"
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
-    deterministic: bool = False
-    needs_grad: bool = False
-    backend: str = "auto"
-    # Rows that share a scale (None: all rows of a head), and the result's dtype if q is e4m3.
-    q_block: int | None = None
-    k_block: int | None = None
-    v_block: int | None = None
-    out_dtype: torch.dtype | None = None
-    # The lengths that a tile mask was made for.
-    mask_seqlen_q: int | None = None
-    mask_seqlen_k: int | None = None
-    # Whether the largest score of each head is wanted.
-    max_logits: bool = False
-    # Whether the bits of a sequence may not depend on its batch.
-    batch_invariant: bool = False
-
-    @property
-    def lengths(self) -> tuple[int | None, ...]:
-        """The bounds on lengths, in the order of LENGTHS."""
-        return self.max_seqlen_q, self.max_seqlen_k, self.mask_seqlen_q, self.mask_seqlen_k
-
-    def with_lengths(self, lengths: Sequence[Any]) -> Flags:
-        """The same flags with other bounds, which may be numbers of a trace."""
-        return self._replace(
-            max_seqlen_q=lengths[0], max_seqlen_k=lengths[1], mask_seqlen_q=lengths[2], mask_seqlen_k=lengths[3]
-        )
-
-
 # The flags that bound lengths. They are sizes: calls that differ in them alone have the same meaning.
 LENGTHS = ("max_seqlen_q", "max_seqlen_k", "mask_seqlen_q", "mask_seqlen_k")
+
+if TYPE_CHECKING:
+    # For type checkers, which cannot read the table of arguments.
+    from typing_extensions import Self
+
+    class _Record:
+        """A named tuple."""
+
+        _fields: tuple[str, ...]
+
+        def __init__(self, *values: Any, **named: Any) -> None: ...
+        def __iter__(self) -> Iterator[Any]: ...
+        def __getitem__(self, at: slice) -> tuple[Any, ...]: ...
+        def _replace(self, **changes: Any) -> Self: ...
+
+    class Options(_Record, Shared):
+        """Everything about a call that is not a tensor, as the caller spells it; `validation.normalise` checks it."""
+
+        window: Window | None
+        scale: float | None
+        layout: str
+        deterministic: bool | Literal["batch"] | None
+        backend: str
+        return_lse: bool
+        return_max_logits: bool
+        max_seqlen_q: int | None
+        max_seqlen_k: int | None
+
+    class Flags(_Record, Shared):
+        """Validated options, and what validation found in tensors, in the order of the op schemas (see schemas.py)."""
+
+        window_left: int | None
+        window_right: int | None
+        scale: float | None
+        layout: str
+        max_seqlen_q: int | None
+        max_seqlen_k: int | None
+        deterministic: bool
+        needs_grad: bool
+        backend: str
+        # Rows that share a scale (None: all rows of a head), and the result's dtype if q is e4m3.
+        q_block: int | None
+        k_block: int | None
+        v_block: int | None
+        out_dtype: torch.dtype | None
+        # The lengths that a tile mask was made for.
+        mask_seqlen_q: int | None
+        mask_seqlen_k: int | None
+        # Whether the largest score of each head is wanted.
+        max_logits: bool
+        # Whether the bits of a sequence may not depend on its batch.
+        batch_invariant: bool
+
+        lengths: tuple[int | None, ...]
+
+        def with_lengths(self, lengths: Sequence[Any]) -> Self: ...  # noqa: D102
+
+else:
+    Options = namedtuple("Options", OPTIONS, defaults=[row.default for row in OPTIONS.values()])  # noqa: PYI024
+    _Plain = namedtuple("_Plain", FLAGS, defaults=FLAG_DEFAULTS.values())  # noqa: PYI024
+
+    class Flags(_Plain):
+        """Validated options, and what validation found in tensors, in the order of the op schemas (see schemas.py)."""
+
+        __slots__ = ()
+
+        @property
+        def lengths(self) -> tuple[int | None, ...]:
+            """The bounds on lengths, in the order of LENGTHS."""
+            return self.max_seqlen_q, self.max_seqlen_k, self.mask_seqlen_q, self.mask_seqlen_k
+
+        def with_lengths(self, lengths: Sequence[Any]) -> Flags:
+            """The same flags with other bounds, which may be numbers of a trace."""
+            return self._replace(**dict(zip(LENGTHS, lengths, strict=True)))
 
 
 class Wanted(NamedTuple):

@@ -6,11 +6,13 @@ problems run the same kernel with the same configuration, so it is also the key 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from tilewise.arguments import Shared
 from tilewise.symbolic import Number
 
 # The contract's limits for head_dim and head_dim_v, for every backend. A latent has 64 columns more than its values.
@@ -24,7 +26,7 @@ Layout = Literal["bhsd", "bshd"]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionProblem:
+class AttentionProblem(Shared):
     """Sizes, dtype and semantics of one attention call (docs/contract.md defines the semantics).
 
     For packed and paged problems `seqlen_q` and `seqlen_k` are bounds on the longest sequence, and `total_q`, `total_k`
@@ -50,11 +52,8 @@ class AttentionProblem:
     head_dim: int
     head_dim_v: int
     scale: float
-    causal: bool = False
     window_left: int | None = None
     window_right: int | None = None
-    softcap: float | None = None
-    dropout: float = 0.0
     bias_shape: tuple[int, int, int, int] | None = None
     bias_dtype: torch.dtype | None = None
     mask_shape: tuple[int, int, int, int] | None = None
@@ -88,6 +87,11 @@ class AttentionProblem:
     def group_size(self) -> int:
         """Query heads served by one K/V head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def has_own_width(self) -> bool:
+        """Whether rows of v are not as wide as those of k."""
+        return self.head_dim_v != self.head_dim
 
     @property
     def kv_bytes(self) -> int:
@@ -131,22 +135,59 @@ class AttentionProblem:
     @property
     def features(self) -> tuple[str, ...]:
         """Names of everything beyond plain attention that this problem uses, for reports and refusals."""
-        used = {
-            "causal": self.causal,
-            "window": self.window_left is not None or self.window_right is not None,
-            "gqa": self.group_size > 1,
-            "head_dim_v": self.head_dim_v != self.head_dim,
-            "alibi": self.has_alibi,
-            "softcap": self.softcap is not None,
-            "bias": self.bias_shape is not None,
-            "mask": self.mask_shape is not None,
-            "tile mask": self.tiles_shape is not None,
-            "sinks": self.has_sinks,
-            "dropout": self.dropout > 0.0,
-            "fp8": bool(self.fp8) and not self.int8,
-            "int8": self.int8,
-            "max_logits": self.max_logits,
-            "batch-invariant": self.batch_invariant,
-            "latent": self.latent,
-        }
-        return tuple(name for name, on in used.items() if on)
+        used: dict[str, None] = {}
+        for field, default, name in _FEATURES:
+            value = getattr(self, field)
+            # A side of a window may be symbolic, which is compared with numbers alone.
+            if value is not None if default is None else value != default:
+                used[name] = None
+        if self.int8:
+            used.pop("fp8", None)
+        return tuple(used)
+
+
+# The fields that every backend takes: sizes, dtypes and layouts; what the results are needed for; and a view that may
+# be read as two tensors. `higher` needs a backend of a protocol (backends.base.Differentiating).
+PLAIN = frozenset(
+    (
+        "kind", "dtype", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "num_kv_heads", "head_dim",
+        "head_dim_v", "scale", "layout", "page_size", "deterministic", "needs_grad", "higher",
+    )
+)  # fmt: skip
+# Features by field, where they are not called like it, and the order of reports. A field that is neither here nor in
+# PLAIN is a feature of its own name.
+_NAMES = {
+    "causal": "causal",
+    "window_left": "window",
+    "window_right": "window",
+    "group_size": "gqa",
+    "has_own_width": "head_dim_v",
+    "has_alibi": "alibi",
+    "softcap": "softcap",
+    "bias_shape": "bias",
+    "bias_dtype": "bias",
+    "mask_shape": "mask",
+    "tiles_shape": "tile mask",
+    "has_sinks": "sinks",
+    "dropout": "dropout",
+    "dropout_origin": "dropout",
+    "fp8": "fp8",
+    "scale_blocks": "fp8",
+    "int8": "int8",
+    "max_logits": "max_logits",
+    "batch_invariant": "batch-invariant",
+    "latent": "latent",
+}
+
+
+def _features_of(problem: type[AttentionProblem]) -> tuple[tuple[str, Any, str], ...]:
+    """Field, value without the feature, and name of every feature."""
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(problem)}
+    defaults |= {"group_size": 1, "has_own_width": False}
+    names = _NAMES | {name: _NAMES.get(name, name) for name in defaults if name not in PLAIN}
+    return tuple((field, defaults[field], name) for field, name in names.items())
+
+
+_FEATURES = _features_of(AttentionProblem)
+# Every feature that a problem may have.
+FEATURES = frozenset(name for *_, name in _FEATURES)

@@ -199,7 +199,10 @@ def decoding_cases() -> list[Case]:
     kinds: tuple[Kind, ...] = ("dense", "varlen", "paged")
     cases = []
     for (rows, keys, dim, dim_v), kind, dtype in itertools.product(sizes, kinds, DTYPES):
-        case = Case(kind, dtype, (rows, rows), (keys, keys), 6, 3, dim, dim_v, causal=rows > 1, page_size=7, grad_of=())
+        case = Case(
+            kind=kind, dtype=dtype, seqlens_q=(rows, rows), seqlens_k=(keys, keys), num_heads=6, num_kv_heads=3,
+            head_dim=dim, head_dim_v=dim_v, causal=rows > 1, page_size=7, grad_of=(),
+        )  # fmt: skip
         others: dict[str, Any] = {"layout": "bshd"} if kind == "dense" else {"seqlens_k": (keys, keys // 3)}
         cases.append(dataclasses.replace(case, **others))
     return cases

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tilewise import ops, testing
+from tilewise.arguments import KINDS, ROWS, Shared
 from tilewise.errors import Unsupported
 from tilewise.numerics import dropout_keep
 from tilewise.operands import Flags, Operands
@@ -54,6 +55,11 @@ def runnable(case: Case, backend: str, device: str) -> tuple[Case, BackendImplem
     pytest.skip(reason)
 
 
+# The numbers of the table of arguments, and values of some beside the one that it has.
+NUMBERS = [ROWS[field.name] for field in dataclasses.fields(Shared)]
+VALUES = {"softcap": (0.5, 20.0), "dropout": (0.1, 0.9)}
+
+
 @st.composite
 def random_cases(draw: st.DrawFn) -> Case:
     """Small problems with any combination of features."""
@@ -65,6 +71,7 @@ def random_cases(draw: st.DrawFn) -> Case:
     num_kv_heads = draw(st.integers(1, 2))
     shapes = st.sampled_from(("", "", "bhqk", "1h1k", "b1q1", "qk", "h11", "k"))
     bound = st.none() | st.integers(0, 20)
+    rows = [row for row in NUMBERS if KINDS[kind] in row.calls]
     return Case(
         kind=kind,
         dtype=draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
@@ -74,16 +81,13 @@ def random_cases(draw: st.DrawFn) -> Case:
         num_kv_heads=num_kv_heads,
         head_dim=draw(st.integers(1, 70)),
         head_dim_v=draw(st.integers(1, 70)),
-        causal=draw(st.booleans()),
         window=draw(st.none() | st.tuples(bound, bound)),
         alibi=draw(st.sampled_from(("", "h", "bh"))),
-        softcap=draw(st.sampled_from((None, None, 0.5, 20.0))),
         bias=draw(shapes),
         bias_holes=draw(st.booleans()),
         mask=draw(shapes),
         tiles=draw(st.booleans()),
         sinks=draw(st.booleans()),
-        dropout=0.0 if kind == "paged" else draw(st.sampled_from((0.0, 0.0, 0.1, 0.9))),
         scale=draw(st.sampled_from((None, 0.1, 1.0))),
         layout=draw(st.sampled_from(("bhsd", "bshd"))) if kind == "dense" else "bhsd",
         strides=draw(st.sampled_from(("contiguous", "transposed", "sliced", "expanded", "strided_last"))),
@@ -92,6 +96,10 @@ def random_cases(draw: st.DrawFn) -> Case:
         padding=0 if kind == "dense" else draw(st.integers(0, 3)),
         bounds=draw(st.sampled_from(("exact", "loose"))),
         seed=draw(st.integers(0, 3)),
+        **{
+            row.name: draw(st.sampled_from((row.default, row.default, *VALUES.get(row.name, (row.tried,)))))
+            for row in rows
+        },
     )
 
 

@@ -18,7 +18,7 @@ from tilewise.backends.reference import ReferenceBackend
 from tilewise.device import DeviceSpec
 from tilewise.numerics import dropout_keep
 from tilewise.operands import Gradients, Operands, Tangents
-from tilewise.problem import AttentionProblem
+from tilewise.problem import FEATURES, AttentionProblem
 from tilewise.testing import BackendImplementation, Case, Nonconformance, check, check_higher, check_largest, installed
 from tilewise.testing.generation import single_cases
 from tilewise.testing.special import largest_cases, special_cases
@@ -73,6 +73,8 @@ class Tile(NamedTuple):
 class ToyBackend:
     """FA-2 in plain torch, one tile at a time, right unless a bug is planted."""
 
+    honours = FEATURES
+
     def __init__(self, bug: str = "") -> None:
         self.bug = bug
         self.name = f"toy_{bug or 'correct'}"
@@ -93,10 +95,6 @@ class ToyBackend:
     def skips_tiles(self, problem: AttentionProblem) -> str:
         del problem
         return "nothing is skipped"
-
-    def finds_largest(self, problem: AttentionProblem) -> str:
-        del problem
-        return "tile by tile"
 
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         out = torch.empty(problem.out_shape, dtype=problem.dtype)

@@ -150,6 +150,8 @@ def _loaded(point: importlib.metadata.EntryPoint) -> Backend:
 class _Broken:
     """A backend that cannot be loaded."""
 
+    honours: frozenset[str] = frozenset()
+
     def __init__(self, name: str, reason: str) -> None:
         self.name, self.reason = name, reason
 

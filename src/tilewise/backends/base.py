@@ -1,8 +1,9 @@
 """The interface of a backend. Callers use nothing else of it.
 
-Every backend satisfies `Backend`: a name, three questions and two computations. The other protocols are optional;
-callers test them with isinstance. A backend package exposes one instance as `BACKEND`. Importing the package must be
-cheap: compilers (llvmlite, triton) are imported by the first launch, not to answer `supports`.
+Every backend satisfies `Backend`: a name, the features it knows, three questions and two computations. The other
+protocols are optional; callers test them with isinstance. A backend package exposes one instance as `BACKEND`.
+Importing the package must be cheap: compilers (llvmlite, triton) are imported by the first launch, not to answer
+`supports`.
 """
 
 from __future__ import annotations
@@ -38,9 +39,19 @@ class QuantisedRows(NamedTuple):
 
 
 class Backend(Protocol):
-    """One implementation of the contract, complete or partial."""
+    """One implementation of the contract, complete or partial.
+
+    `honours` are the features of problems that it knows (`AttentionProblem.features`). It is not asked about a problem
+    with another one, so that what is added later is refused and not ignored. `supports` may still refuse a feature, or
+    a combination, with its own reason; "max_logits" means that it raises `operands.max_logits`, which is -inf, to the
+    largest score of each head, and "batch-invariant" that the bits of a sequence do not depend on its batch.
+    """
 
     name: str
+
+    @property
+    def honours(self) -> frozenset[str]:
+        """The features it knows; a class attribute will do."""
 
     def unavailable(self) -> str | None:
         """None if this backend can run on this machine, else the reason and what would help."""
@@ -103,30 +114,12 @@ class Differentiating(Protocol):
 
 @runtime_checkable
 class TileMasking(Protocol):
-    """A backend that reads tile masks: operands `tiles` and `tile_bits` (see tilewise.tiles)."""
+    """A backend that says how it reads tile masks: operands `tiles` and `tile_bits` (see tilewise.tiles)."""
 
     name: str
 
     def skips_tiles(self, problem: AttentionProblem) -> str:
         """How tiles that are empty are skipped, for reports."""
-
-
-@runtime_checkable
-class Measuring(Protocol):
-    """A backend that raises `operands.max_logits`, which is -inf, to the largest score of each head."""
-
-    name: str
-    # How the largest scores are found, in words.
-    finds_largest: str
-
-
-@runtime_checkable
-class Invariant(Protocol):
-    """A backend whose results of a sequence do not depend on its batch by a bit, where `problem.batch_invariant`."""
-
-    name: str
-    # How that is done, in words.
-    ignores_batch: str
 
 
 class Bound(Protocol):

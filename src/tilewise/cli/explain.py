@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import torch
 import typer
 from torch import Tensor
 
+from tilewise.arguments import ROWS, Shared
 from tilewise.cli.console import JsonOption, check_plot, print_json, write_plot
 from tilewise.device import DEVICES
 from tilewise.errors import InvalidProblem
@@ -56,14 +59,11 @@ def command(
     head_dim_v: Annotated[int | None, typer.Option(min=1, help="Width of V, where not --head-dim.")] = None,
     page_size: Annotated[int | None, typer.Option(min=1, help="Keys and values lie in pages of N tokens.")] = None,
     dtype: Annotated[DType, typer.Option(help="Of q, k and v.")] = DType.bfloat16,
-    causal: Annotated[bool, typer.Option("--causal", help="Keys after a query are hidden.")] = False,
     window: Annotated[str | None, typer.Option(help="Keys seen to each side: '1024,0'; '1024,' is open.")] = None,
-    softcap: Annotated[float | None, typer.Option(help="Scores become c * tanh(s / c).")] = None,
     alibi: Annotated[bool, typer.Option("--alibi", help="A penalty by distance, one slope per head.")] = False,
     sinks: Annotated[bool, typer.Option("--sinks", help="One extra logit per head.")] = False,
     bias: Annotated[bool, typer.Option("--bias", help="A dense bias shared by batch and heads.")] = False,
     mask: Annotated[bool, typer.Option("--mask", help="A dense mask shared by batch and heads.")] = False,
-    dropout: Annotated[float, typer.Option(help="Share of probabilities dropped.")] = 0.0,
     backward: Annotated[bool, typer.Option("--backward", help="Plan the gradients too.")] = False,
     backend: Annotated[str, typer.Option(help="Ask for one backend.")] = "auto",
     device: Annotated[str | None, typer.Option(help=f"This machine, or: {', '.join(DEVICES)}.")] = None,
@@ -72,6 +72,7 @@ def command(
     context_parallel: Annotated[int | None, typer.Option(min=1, help="Predict the sequence over N devices.")] = None,
     link: Annotated[str | None, typer.Option(help="With --context-parallel: the link between them.")] = None,
     json: JsonOption = False,
+    **numbers: Any,
 ) -> None:
     """Show which backend would run a problem and why, its tiles, FLOPs, traffic, memory and roofline time.
 
@@ -92,7 +93,7 @@ def command(
         from tilewise.distributed.scaling import Scenario, forecast
 
         sizes = (context_parallel, keys, batch, heads, shared, *widths, like.itemsize)
-        scenario = Scenario(*sizes, causal=causal, window=_window(window) or (None, None))
+        scenario = Scenario(*sizes, causal=numbers["causal"], window=_window(window) or (None, None))
         prediction = forecast(scenario, device=device or "h200", link=link, dtype=like)
         print_json(prediction.to_dict()) if json else typer.echo(str(prediction))
         return
@@ -106,14 +107,12 @@ def command(
     plan = explain(
         q.requires_grad_(backward),
         **tensors,
-        causal=causal,
+        **numbers,
         window=_window(window),
-        softcap=softcap,
         alibi_slopes=_meta(heads, dtype=torch.float32) if alibi else None,
         sinks=_meta(heads, dtype=like) if sinks else None,
         bias=_meta(queries, keys, dtype=like) if bias else None,
         mask=_meta(queries, keys, dtype=torch.bool) if mask else None,
-        dropout=dropout,
         backend=backend,
         device=device,
     )
@@ -178,3 +177,20 @@ def _window(text: str | None) -> Window | None:
         raise InvalidProblem("--window", "'left,right' in whole numbers", repr(text), "Leave a side empty: '1024,'.")
     left, right = (int(side) if side else None for side in sides)
     return left, right
+
+
+def _shared_options() -> Iterator[inspect.Parameter]:
+    """An option for every number and switch of the table of arguments that has a help text."""
+    for name, kind in get_type_hints(Shared).items():
+        row = ROWS[name]
+        option = typer.Option(*([f"--{name.replace('_', '-')}"] if kind is bool else []), help=row.cli)
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(name, keyword, default=row.default, annotation=Annotated[kind, option])
+
+
+# Typer reads the options from the signature: those that are written out, and before --window those of the table.
+_written = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+_at = [p.name for p in _written].index("window")
+command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [*_written[:_at], *_shared_options(), *_written[_at:]]
+)

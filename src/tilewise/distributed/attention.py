@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import derivatives, validation
 from tilewise.distributed.agreement import refuse
 from tilewise.distributed.heads import heads_attention
-from tilewise.distributed.operators import Settings, Tensors, context_parallel, whole_lengths
+from tilewise.distributed.operators import FLAGGED, Settings, Tensors, context_parallel, whole_lengths
 from tilewise.distributed.scaling import best_method
 from tilewise.distributed.sharding import Sharding, check_documents, is_count
 from tilewise.distributed.transport import Group, MeshOrGroup, group_of
@@ -103,7 +103,10 @@ def context_parallel_attention(
     group = group_of(mesh_or_group)
     try:
         tensors = Tensors(q, k, v, alibi_slopes, sinks, None, cu_seqlens)
-        options = Options(causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse)
+        options = Options(
+            causal=causal, window=window, softcap=softcap, scale=scale, dropout=dropout, layout=layout,
+            deterministic=deterministic, backend=backend, return_lse=return_lse,
+        )  # fmt: skip
         tensors, settings = _checked(tensors, seed, options, method, sharding, (seqlen, seqlen_k), group)
     except TilewiseError as error:
         refuse(error, group, getattr(q, "device", torch.device("cpu")))
@@ -167,7 +170,8 @@ def _checked(
         raise Unsupported(f"{reason}; method='ring' and method='all_gather' do not")
     spread = (layout, *lengths, method, sharding)
     how = (flags.deterministic, options.backend, grads, options.return_lse, group.group_name)
-    return tensors, Settings(*flags[:6], *spread, *how)
+    given = [getattr(flags, name) for name in FLAGGED]
+    return tensors, Settings._make((*given, *spread, *how))
 
 
 def _best(tensors: Tensors, layout: str, causal: bool, world: int) -> str:

@@ -151,7 +151,7 @@ def context_parallel_decode(
     _numbers()[group] = number = _numbers().get(group, 0) + 1
     try:
         tensors = (q, k_pages, v_pages, block_table, seqlens_k, cu_seqlens_q, sinks)
-        options = Options(causal, window, softcap, scale, 0.0, "bhsd", None, backend, return_lse)
+        options = Options(causal=causal, window=window, softcap=softcap, scale=scale, backend=backend)
         rows = _checked(tensors, options, group)
         # The sinks count once: in the result of the first rank, also where it has no key.
         mine = sinks if dist.get_rank(group) == 0 else None

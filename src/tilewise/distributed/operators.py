@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise import derivatives, validation
+from tilewise.arguments import FLAGS
 from tilewise.distributed import blocks
 from tilewise.distributed.agreement import Description, agree, refuse
 from tilewise.distributed.blocks import Call, Saved, accumulator, sink_gradient
@@ -42,7 +43,8 @@ class Tensors(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Everything about a call that is not a tensor, in the order of the op's schema; up to `layout` that of `Flags`.
+    """Everything about a call that is not a tensor, in the order of the op's schema; before `layout` flags of the plain
+    call, under their names.
 
     `layout` is "packed" for packed rows; `grads` says which of q, k, v, sinks need a gradient.
     """
@@ -67,15 +69,18 @@ class Settings(NamedTuple):
     def flags(self, layout: str = "bhsd") -> Flags:
         """Those of a plain call."""
         needs_grad = any(self.grads)
-        return Flags(*self[:6], layout, None, None, self.deterministic, needs_grad, self.backend)
+        given = {name: getattr(self, name) for name in (*FLAGGED, "deterministic", "backend")}
+        return Flags(**given, layout=layout, needs_grad=needs_grad)
 
 
-SCHEMA = (
-    "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens, bool causal, "
-    "SymInt? window_left, SymInt? window_right, float? scale, float? softcap, float dropout, str layout, "
-    "SymInt? seqlen, SymInt? seqlen_k, str method, str sharding, bool deterministic, str backend, bool[] grads, "
-    "bool return_lse, str group"
-)
+# The flags of the plain call that every piece gets.
+FLAGGED = Settings._fields[: Settings._fields.index("layout")]
+# The types of what the plain call has not.
+_TYPES = {"seqlen": "SymInt?", "seqlen_k": "SymInt?", "method": "str", "sharding": "str", "grads": "bool[]"} | {
+    "return_lse": "bool", "group": "str",
+}  # fmt: skip
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens"
+SCHEMA = ", ".join([_TENSORS, *[f"{(FLAGS | _TYPES)[name]} {name}" for name in Settings._fields]])
 COUNT = len(Tensors._fields)
 
 

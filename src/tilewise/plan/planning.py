@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -151,16 +152,13 @@ def explain(
     """
     if unknown:
         raise validation.unexpected(explain, unknown)
+    options = Options(*itemgetter(*Options._fields)(locals()))  # each argument of that name
     data: tuple[Any, Any, Any] = (q, k, v)
     # A mask with contents counts for meta tensors, too.
     read = mask if isinstance(mask, TileMask) and isinstance(q, Tensor) and q.is_meta else None
     hidden: Any = mask if read is None else read.to("meta")
     given = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, hidden, alibi_slopes, sinks)
     kind = _kind_of(given, dropout, layout)
-    options = Options(
-        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, return_max_logits,
-        max_seqlen_q, max_seqlen_k,
-    )  # fmt: skip
     # Without a seed none is drawn: planning leaves torch's generator alone.
     tensors, flags = validation.checked(kind, given, options, 0 if seed is None else seed)
     tensors = tensors._replace(seed=None) if seed is None else tensors

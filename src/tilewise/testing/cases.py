@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from tilewise.arguments import Shared
 from tilewise.problem import Kind, Layout
 
 Strides = Literal["contiguous", "transposed", "sliced", "expanded", "strided_last"]
@@ -27,8 +28,8 @@ LOOSE_BY = 5
 LENGTH_WITHOUT_BATCH = 3
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Case(Shared):
     """Sizes, features and oddities of one problem; equal cases make equal tensors.
 
     `bias` and `mask` name a shape by one letter per dimension, "1" where it broadcasts: "bhqk", "1h1k", "qk"; empty is
@@ -48,6 +49,7 @@ class Case:
     num_kv_heads: int = 2
     head_dim: int = 40
     head_dim_v: int = 40
+    # Fields of `Shared` that are repeated here have this position in the representation, which seeds the inputs.
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
     alibi: Literal["", "h", "bh"] = ""
@@ -147,7 +149,7 @@ class Case:
 
     def __repr__(self) -> str:
         """Code that makes the case again, without defaults."""
-        names = tuple(f.name for f in dataclasses.fields(self) if f.compare)
+        names = tuple(name for name in _FIELDS if name != "label")
         return f"Case({', '.join(f'{name}={value!r}' for name, value in self._differences(names))})"
 
     def _differences(self, names: tuple[str, ...]) -> list[tuple[str, object]]:
@@ -159,12 +161,14 @@ class Case:
         return longest + LOOSE_BY if self.kind != "dense" and self.bounds == "loose" else longest
 
 
-# The fields that an id without a label spells out.
-_FEATURES = (
-    "causal", "window", "alibi", "softcap", "bias", "bias_holes", "mask", "masked_rows", "tiles", "sinks", "dropout",
-    "scale", "layout", "strides", "page_size", "shared_pages", "decode", "padding", "bounds", "values", "grad_of",
-    "cotangents", "expanded_dout", "deterministic", "fp8", "rotation", "latent",
+# The fields in the order in which a representation has them.
+_FIELDS = tuple(dict.fromkeys((*Case.__annotations__, *(field.name for field in dataclasses.fields(Case)))))
+# Those that an id does not spell out without a label: it has the sizes anyway.
+_UNSPELLED = (
+    "kind", "dtype", "seqlens_q", "seqlens_k", "num_heads", "num_kv_heads", "head_dim", "head_dim_v", "side_dtype",
+    "seed", "label",
 )  # fmt: skip
+_FEATURES = tuple(name for name in _FIELDS if name not in _UNSPELLED)
 
 
 def _lengths(lengths: tuple[int, ...]) -> str:

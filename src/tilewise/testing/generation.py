@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.arguments import KINDS, ROWS
 from tilewise.testing.cases import Case
 
 SEQLENS = (1, 3, 63, 65, 111, 257)
@@ -27,9 +28,14 @@ class Feature(NamedTuple):
     changes: dict[str, Any]
 
 
+def _tried(name: str) -> dict[str, dict[str, Any]]:
+    """The feature of an argument that is a number or a switch, with the value that the table of arguments has."""
+    return {name: {name: ROWS[name].tried}}
+
+
 def _features() -> tuple[Feature, ...]:
     groups: dict[str, dict[str, dict[str, Any]]] = {
-        "causal": {"causal": {"causal": True}},
+        "causal": _tried("causal"),
         "window": {
             "window_left": {"window": (7, None)},
             "window_right": {"window": (None, 5)},
@@ -42,13 +48,13 @@ def _features() -> tuple[Feature, ...]:
         },
         "head_dim_v": {"wide_v": {}, "narrow_v": {}},
         "alibi": {"alibi_h": {"alibi": "h"}, "alibi_bh": {"alibi": "bh"}},
-        "softcap": {"softcap": {"softcap": 1.5}},
+        "softcap": _tried("softcap"),
         "bias": {f"bias_{spec}": {"bias": spec} for spec in ("bhqk", "1hqk", "b1qk", "qk", "bh1k", "bhq1", "h11")},
         "mask": {f"mask_{spec}": {"mask": spec} for spec in ("bhqk", "b11k", "qk")}
         | {f"tiles_{spec}": {"mask": spec, "tiles": True} for spec in ("bhqk", "qk")},
         "sinks": {"sinks": {"sinks": True}},
-        "dropout": {"dropout": {"dropout": 0.3}},
-        "scale": {"scale": {"scale": 0.37}},
+        "dropout": _tried("dropout"),
+        "scale": _tried("scale"),
         "layout": {"bshd": {"layout": "bshd"}},
         "strides": {
             name: {"strides": name} for name in ("transposed", "sliced", "expanded", "strided_last")
@@ -56,12 +62,20 @@ def _features() -> tuple[Feature, ...]:
         "lengths": {"longer_k": {}, "longer_q": {}},
         "kind": {"varlen": {"kind": "varlen", "padding": 2}, "paged": {"kind": "paged"}},
     }  # fmt: skip
+    for name, row in ROWS.items():
+        if row.tried is not None and name not in groups:
+            groups[name] = _tried(name)
     return tuple(Feature(name, group, changes) for group, some in groups.items() for name, changes in some.items())
 
 
 FEATURES = _features()
-# Combinations that the API does not offer: layouts are for dense tensors, pages have no dropout.
-EXCLUDED = ({"bshd", "varlen"}, {"bshd", "paged"}, {"dropout", "paged"})
+# Combinations that the API does not offer: arguments that a kind of call does not take.
+EXCLUDED = tuple(
+    {"bshd" if name == "layout" else name, kind}
+    for name, row in ROWS.items()
+    for kind, call in KINDS.items()
+    if call not in row.calls
+)
 
 
 def single_cases() -> list[Case]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tilewise import api, dispatch, validation
 from tilewise import device as devices
+from tilewise.arguments import KINDS, OPTIONS, taken_by
 from tilewise.backends.base import Backend
 from tilewise.operands import Operands, Options
 from tilewise.problem import AttentionProblem
@@ -80,23 +81,22 @@ def installed(backend: Backend) -> Iterator[str]:
 
 def call_api(case: Case, inputs: Inputs, backend: str, **more: Any) -> tuple[Tensor, Tensor]:
     """(out, lse) of the case's public function, called with `more` arguments than the case has."""
-    max_seqlen_q, max_seqlen_k = _bounds(case)
-    q, k, v = attended(case, inputs)
-    named: dict[str, Any] = {
-        "causal": case.causal, "window": case.window, "bias": inputs.bias, "mask": mask_of(case, inputs),
-        "alibi_slopes": inputs.alibi_slopes, "softcap": case.softcap, "sinks": inputs.sinks, "scale": case.scale,
-        "deterministic": case.deterministic, "backend": backend, **more,
-    }  # fmt: skip
-    if case.kind != "paged":
-        named |= {"dropout": case.dropout, "seed": dropout_seed(case)}
-    if case.kind == "dense":
-        return api.attention(q, k, v, layout=case.layout, return_lse=True, **named)
-    named |= {"cu_seqlens_q": inputs.cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    if case.kind == "varlen":
-        named |= {"cu_seqlens_k": inputs.cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
-        return api.attention_varlen(q, k, v, return_lse=True, **named)
-    named |= {"block_table": inputs.block_table, "seqlens_k": inputs.seqlens_k}
-    return api.attention_paged(q, k, v, return_lse=True, **named)
+    function = getattr(api, KINDS[case.kind])
+    named = arguments_of(case, inputs) | {"backend": backend, "return_lse": True} | more
+    return function(*attended(case, inputs), **named)  # type: ignore[no-any-return]
+
+
+def arguments_of(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """What the case's call is given besides q, k and v: of its arguments all that a case or its inputs have."""
+    given = dict(zip(("max_seqlen_q", "max_seqlen_k"), _bounds(case), strict=True))
+    given |= {"mask": mask_of(case, inputs), "seed": dropout_seed(case)}
+    attended = ("q", "k", "v", "k_pages", "v_pages")
+    names = [name for name in taken_by(KINDS[case.kind]) if name not in attended]
+    for name in names:
+        for source in (inputs, case):
+            if name not in given and hasattr(source, name):
+                given[name] = getattr(source, name)
+    return {name: value for name, value in given.items() if name in names}
 
 
 def mask_of(case: Case, inputs: Inputs) -> Any:
@@ -114,12 +114,9 @@ def _bounds(case: Case) -> tuple[int | None, int | None]:
 
 
 def _problem(case: Case, inputs: Inputs, backend: str) -> AttentionProblem:
-    options = Options(
-        case.causal, case.window, case.softcap, case.scale, case.dropout, case.layout, case.deterministic, backend,
-        True, False, *_bounds(case),
-    )  # fmt: skip
-    named = {name: getattr(inputs, name) for name in Operands._fields[3:] if hasattr(inputs, name)}
-    named["mask"] = mask_of(case, inputs)
-    given, seed, needs_grad = Operands(*attended(case, inputs), **named), dropout_seed(case), bool(case.wants_grad)
+    arguments = arguments_of(case, inputs)
+    options = Options(**{name: value for name, value in arguments.items() if name in OPTIONS}, backend=backend)
+    tensors = {name: value for name, value in arguments.items() if name in Operands._fields and name != "seed"}
+    given, seed, needs_grad = Operands(*attended(case, inputs), **tensors), dropout_seed(case), bool(case.wants_grad)
     operands, flags = validation.checked(case.kind, given, options, seed, cast=False, needs_grad=needs_grad)
     return validation.problem_of(case.kind, operands, flags)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tilewise import settings
+from tilewise.arguments import ROWS
 from tilewise.errors import InvalidProblem
 from tilewise.memory import Reader, check_allocated, check_there
 from tilewise.operands import Flags, Operands, Options
@@ -73,7 +74,7 @@ __all__ = [
 # By kind: the layouts that FP8 containers of q, and of k and v, must have, and the tensors that a caller passes.
 _LAYOUTS: dict[Kind, tuple[str, ...]] = {"varlen": ("packed",), "paged": ("packed", "paged")}
 _SHOWN = {kind: [(public_names(kind) | TILE_MASK).get(name, name) for name in Operands._fields] for kind in OPERANDS}
-_PASSED = {kind: tuple(names[: names.index("sinks") + 1]) for kind in OPERANDS for names in [operand_names(kind)]}
+_PASSED = {kind: tuple([n for n in operand_names(kind) if n in ROWS and n != "seed"]) for kind in OPERANDS}
 
 
 def checked(

@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import backends
+from tilewise.arguments import FLAGS, ROWS, UNCHANGED, Rule
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Options
 from tilewise.subclasses import check_class
-
-MAX_FLOAT = sys.float_info.max
-
-
-class Rule(NamedTuple):
-    """The rule of one argument, in the words of its error message."""
-
-    accepts: Callable[[Any], bool]
-    expected: str
-    fix: str
-
-
-def _is_number(value: Any) -> bool:
-    # A comparison, because torch.compile cannot trace math.isfinite of a symbolic float. NaN compares false; an integer
-    # too large for a float compares larger.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -MAX_FLOAT <= value <= MAX_FLOAT
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def _is_window(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, (tuple, list)) and len(value) == 2 and all(side is None or _is_count(side) for side in value)
-    )
 
 
 def _is_registered(name: str) -> bool:
@@ -47,63 +20,16 @@ def _is_registered(name: str) -> bool:
     return torch.compiler.is_compiling() or name in backends.names()
 
 
-def _is_seed(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dtype == torch.int64 and value.numel() == 1
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64)
-
-
-_BOOL = Rule(lambda x: isinstance(x, bool), "True or False", "Pass a Python bool.")
-_LONGEST = Rule(
-    lambda x: x is None or _is_count(x), "None or an integer >= 0", "Pass the length of the longest sequence."
-)
-RULES: dict[str, Rule] = {
-    "causal": _BOOL,
-    "window": Rule(
-        _is_window,
-        "None or a pair (left, right), each None or an integer >= 0 of at most 31 bits",
-        "The last n keys are (n - 1, 0); None is an unbounded side (what flash-attn writes as -1).",
-    ),
-    "softcap": Rule(
-        lambda x: x is None or (_is_number(x) and x > 0),
-        "None or a finite number > 0",
-        "Leave softcap=None to switch it off.",
-    ),
-    "scale": Rule(
-        lambda x: x is None or _is_number(x),
-        "None or a finite number",
-        "None means 1 / sqrt(head_dim); for a scale in a tensor, pass q * scale and scale=1.0.",
-    ),
-    "dropout": Rule(
-        lambda x: _is_number(x) and 0 <= x < 1,
-        "a probability in [0, 1)",
-        "dropout is the share of probabilities to drop; 0.0 switches it off.",
-    ),
-    "seed": Rule(
-        _is_seed,
-        "None, an integer of at most 64 bits, or an int64 tensor with one element",
-        "None draws a seed from torch's default CPU generator.",
-    ),
-    "layout": Rule(
-        lambda x: isinstance(x, str) and x in ("bhsd", "bshd"),
-        "'bhsd' or 'bshd'",
-        "'bhsd' is (batch, heads, seqlen, dim), 'bshd' is (batch, seqlen, heads, dim).",
-    ),
-    "deterministic": Rule(
-        lambda x: x is None or isinstance(x, bool) or (isinstance(x, str) and x == "batch"),
-        "None, True, False or 'batch'",
-        "None follows torch.use_deterministic_algorithms; 'batch' also makes bits independent of the batch.",
-    ),
+# The rules of all arguments that have one. That of `backend` needs the registry.
+RULES: dict[str, Rule] = {name: row.rule for name, row in ROWS.items() if row.rule is not None} | {
     "backend": Rule(
         lambda x: isinstance(x, str) and (x == "auto" or x in backends.NAMES or _is_registered(x)),
         "'auto' or one of " + ", ".join(map(repr, backends.NAMES)) + ", or the name of a registered backend",
         "tilewise.backends() lists what is there.",
-    ),
-    "return_lse": _BOOL,
-    "return_max_logits": _BOOL,
-    "max_seqlen_q": _LONGEST,
-    "max_seqlen_k": _LONGEST,
+    )
 }
+# The options that flags hold as floats.
+_FLOATS = frozenset(name for name in UNCHANGED if FLAGS[name].startswith("float"))
 
 
 # fp64 is chosen on purpose; e4m3 data means nothing without its scales.
@@ -157,27 +83,22 @@ def normalise(options: Options, *, needs_grad: bool) -> Flags:
     return _checked(needs_grad, repeatable, *options)
 
 
-def _checked(needs_grad: bool, repeatable: bool, *given: Any) -> Flags:
-    options = Options(*given)
+def _checked(needs_grad: bool, repeatable: bool, *spelled: Any) -> Flags:
+    options = Options(*spelled)
     for name, value in zip(Options._fields, options, strict=True):
         check_flag(name, value)
     if options.deterministic == "batch" and options.dropout > 0:
         fix = "Its random bits count through the batch: leave out one of the two."
         raise InvalidProblem("dropout", "0 next to deterministic='batch'", options.dropout, fix)
     left, right = (None, None) if options.window is None else options.window
+    given = {name: getattr(options, name) for name in UNCHANGED}
+    floats = {name: float(value) for name, value in given.items() if name in _FLOATS and value is not None}
     return Flags(
-        causal=options.causal,
+        **(given | floats),
         window_left=left,
         window_right=right,
-        scale=None if options.scale is None else float(options.scale),
-        softcap=None if options.softcap is None else float(options.softcap),
-        dropout=float(options.dropout),
-        layout=options.layout,
-        max_seqlen_q=options.max_seqlen_q,
-        max_seqlen_k=options.max_seqlen_k,
         deterministic=bool(options.deterministic) or repeatable,
         needs_grad=needs_grad,
-        backend=options.backend,
         max_logits=options.return_max_logits,
         batch_invariant=options.deterministic == "batch",
     )

@@ -7,12 +7,14 @@ device.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
 
+from tilewise.arguments import ARGUMENTS
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V, MAX_SEQLEN, AttentionProblem, Kind, Layout
@@ -97,6 +99,8 @@ WIDER = {
     "head_dim": "No backend takes more; torch.nn.functional.scaled_dot_product_attention does.",
     "head_dim_v": "Attend to parts of v's columns and join the results with torch.cat.",
 }
+# The numbers that multiply or bound scores.
+FACTORS = tuple(row.name for row in ARGUMENTS if row.is_factor)
 # Magnitudes that fp32 holds in full precision, even times log2(e).
 SCALARS = (1e-37, 1e37)
 
@@ -383,7 +387,8 @@ def _check_scalars(dtype: torch.dtype, flags: Flags) -> None:
     expected = f"a magnitude from {SCALARS[0]} to {SCALARS[1]}, as scores are computed in float32"
     fix = "Scale q or k themselves, or pass float64 tensors."
     ratio = None if flags.scale is None or flags.softcap is None else flags.scale / flags.softcap
-    for name, number in (("scale", flags.scale), ("softcap", flags.softcap), ("softcap", ratio)):
+    factors = [(name, getattr(flags, name)) for name in FACTORS]
+    for name, number in (*factors, ("softcap", ratio)):
         if number and not SCALARS[0] <= abs(number) <= SCALARS[1]:
             got = number if number is not ratio else f"{flags.softcap} with scale {flags.scale}"
             raise InvalidProblem(name, expected, got, fix)
@@ -407,6 +412,14 @@ def _check_scales(kind: Kind, sizes: dict[str, int], lengths: dict[str, int], fl
             raise InvalidProblem(f"{side}_scale", f"{counted(least, 'block')} a head", got, fix)
 
 
+# The flags that a problem holds as they are: all of its fields but two, which depend on tensors.
+_AS_FLAGGED = tuple(
+    field.name
+    for field in dataclasses.fields(AttentionProblem)
+    if field.name in Flags._fields and field.name not in ("scale", "layout")
+)
+
+
 def _problem(
     kind: Kind, sizes: dict[str, int], lengths: dict[str, int], specs: Specs, flags: Flags
 ) -> AttentionProblem:
@@ -419,11 +432,7 @@ def _problem(
         head_dim=sizes["head_dim"],
         head_dim_v=sizes["head_dim_v"],
         scale=1.0 / math.sqrt(sizes["head_dim"]) if flags.scale is None else flags.scale,
-        causal=flags.causal,
-        window_left=flags.window_left,
-        window_right=flags.window_right,
-        softcap=flags.softcap,
-        dropout=flags.dropout,
+        **{name: getattr(flags, name) for name in _AS_FLAGGED},
         bias_shape=_four_dims(specs.get("bias")),
         bias_dtype=specs["bias"].dtype if "bias" in specs else None,
         mask_shape=_four_dims(specs.get("mask")),
@@ -432,14 +441,10 @@ def _problem(
         has_sinks="sinks" in specs,
         layout=cast("Layout", flags.layout) if kind == "dense" else "bhsd",
         page_size=sizes.get("page_size"),
-        deterministic=flags.deterministic,
-        needs_grad=flags.needs_grad,
         dropout_origin="seed" in specs and specs["seed"].shape.numel() == SEED_WITH_ORIGIN,
         fp8=tuple(name for name in ("q", "k", "v") if f"{name}_scale" in specs),
         int8="k_scale" in specs and specs["k"].dtype == torch.int8,
         scale_blocks=(flags.q_block, flags.k_block, flags.v_block),
-        max_logits=flags.max_logits,
-        batch_invariant=flags.batch_invariant,
     )
 
 

@@ -26,8 +26,14 @@ class CpuBackend:
     """Vector kernels that run on torch's own threads."""
 
     name = "cpu"
-    ignores_batch = "keys are split after fixed numbers of them, whatever the batch and the threads"
-    finds_largest = "the maximum that a row's softmax subtracts, written for every row"
+    # Keys are split after fixed numbers of them, whatever the batch and the threads. The largest score of a row is the
+    # maximum that its softmax subtracts.
+    honours = frozenset(
+        (
+            "causal", "window", "gqa", "head_dim_v", "alibi", "softcap", "bias", "mask", "tile mask", "sinks",
+            "dropout", "fp8", "int8", "max_logits", "batch-invariant", "latent",
+        )
+    )  # fmt: skip
 
     def unavailable(self) -> str | None:
         """None if the compiler is installed."""

@@ -170,7 +170,7 @@ def panel_gradient(
         valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
         untranspose_panel(ds, size, ws + field(p, f.WS_STAGE), 4 * sz.BLOCK_N)
         add_bias_gradient(p, ws, batch, panel, num_rows, first_key, valid)
-    if features & f.HAS_SOFTCAP:
+    if features & f.HAS_SLOPE:
         multiply_panel(ds, size, ws + field(p, f.WS_CAP), (num_rows + sz.LANES - 1) // sz.LANES)
 
 

@@ -104,7 +104,7 @@ def problem_fields(problem: AttentionProblem) -> Block:
         f.LSE_TO_LOG2_LOW: f.float_bits(1.0 / to_natural - float(np.float32(1.0 / to_natural))),
         f.WINDOW_LEFT: f.UNBOUNDED if left is None else left,
         f.WINDOW_RIGHT: f.UNBOUNDED if right is None else right,
-        f.SOFTCAP: f.float_bits(softcap or 0.0),
+        **{position: f.float_bits(getattr(problem, name) or 0.0) for name, position in f.NUMBERS.items()},
         f.FEATURES: features,
         f.DROPOUT_THRESHOLD: dropout_threshold(problem.dropout),
         f.KEEP_SCALE: f.float_bits(1.0 / (1.0 - problem.dropout) if problem.dropout < 1.0 else 0.0),
@@ -113,13 +113,7 @@ def problem_fields(problem: AttentionProblem) -> Block:
 
 def _features(problem: AttentionProblem) -> int:
     """The FEATURES bits of a problem."""
-    return (
-        f.HAS_SOFTCAP * (problem.softcap is not None)
-        | f.HAS_ALIBI * problem.has_alibi
-        | f.HAS_BIAS * (problem.bias_shape is not None)
-        | f.HAS_MASK * (problem.mask_shape is not None)
-        | f.HAS_DROPOUT * (problem.dropout > 0.0)
-    )
+    return sum(bit for name, bit in f.FEATURE_BITS.items() if getattr(problem, name))
 
 
 def stride_fields(position: int, strides: Sequence[int], item: int, kind: str) -> Block:

@@ -94,6 +94,8 @@ NO_SCALES = _take(5)[0]
 TILES, TILES_BATCH, TILES_HEAD, TILES_ROW, TILES_KEYS, TILE_BITS, NUM_TILE_BITS = _take(7)
 # The largest score of each row, with the strides of lse (0: not wanted).
 LARGEST = next(_positions)
+# Fields of a problem that kernels read as they are, in fp32 (0: none).
+NUMBERS = {"softcap": SOFTCAP}
 # A whole number of cache lines.
 BLOCK_FIELDS = -(-next(_positions) // 8) * 8
 
@@ -102,6 +104,13 @@ MAKES_DQ, MAKES_DKV, MAKES_DBIAS = 1, 2, 4
 
 # Bits of FEATURES: what a panel needs besides the plain product.
 HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, HAS_DROPOUT = 1, 2, 4, 8, 16
+# The bits by the field of a problem that turns each on.
+FEATURE_BITS = {
+    "softcap": HAS_SOFTCAP, "has_alibi": HAS_ALIBI, "bias_shape": HAS_BIAS, "mask_shape": HAS_MASK,
+    "dropout": HAS_DROPOUT,
+}  # fmt: skip
+# What scores have a slope by, which `change_scores` stores and the backward multiplies dS by.
+HAS_SLOPE = HAS_SOFTCAP
 # What changes scores, and so the row maximum; dropout acts on probabilities.
 CHANGES_SCORES = HAS_SOFTCAP | HAS_ALIBI | HAS_BIAS | HAS_MASK
 # What needs per-row tables of positions, slopes and addresses.

@@ -107,7 +107,7 @@ def tangent_step(
         q_bytes = 4 * panel * sz.PANEL * field(p, f.DIM_LANES)
         q, tq = ws + field(p, f.WS_Q) + q_bytes, ws + field(p, f.WS_TQ) + q_bytes
         score_tangents(p, t, size, k + 4 * begin * width, tk + 4 * begin * width, q, tq, width, scratch)
-        if features & f.HAS_SOFTCAP:
+        if features & f.HAS_SLOPE:
             multiply_panel(t, size, ws + field(p, f.WS_CAP), vectors)
         if field(p, f.HAS_TBIAS):
             scale_panel(t, size, vectors, factor)

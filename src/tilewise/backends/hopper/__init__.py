@@ -58,8 +58,14 @@ class HopperBackend(GpuBackend):
     """
 
     name = "hopper"
-    ignores_batch = "the rows of a tile belong to one sequence, and the tile's size does not depend on the batch"
-    finds_largest = "warpgroups raise their head's with the maximum of their rows, which softmax computes"
+    # The rows of a tile belong to one sequence, and its size does not depend on the batch. Warpgroups raise the largest
+    # score of their head with the maximum of their rows.
+    honours = frozenset(
+        (
+            "causal", "window", "gqa", "head_dim_v", "softcap", "tile mask", "sinks", "fp8", "int8", "max_logits",
+            "batch-invariant", "latent",
+        )
+    )  # fmt: skip
     many_keys = MANY_KEYS
 
     def unavailable(self) -> str | None:
@@ -187,9 +193,8 @@ def _refusals(problem: AttentionProblem, device: DeviceSpec) -> Iterator[str]:
         yield "k, v in int8: only the decode kernel widens them"
     if problem.fp8 and not few:
         yield from _fp8_refusals(problem)
-    features = problem.features
-    for name in ("alibi", "bias", "mask", "dropout"):
-        if name in features:
+    for name in problem.features:
+        if name not in HopperBackend.honours:
             yield f"{name} is not compiled into these kernels"
     if problem.scale <= 0:
         yield f"scale {problem.scale} is not positive (keys are hidden and the maximum is taken before scaling)"

@@ -8,7 +8,7 @@ from tilewise.backends.base import TileShape
 from tilewise.backends.reference import derivatives, specification
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
-from tilewise.problem import AttentionProblem
+from tilewise.problem import FEATURES, AttentionProblem
 
 __all__ = ["BACKEND"]
 
@@ -17,8 +17,7 @@ class ReferenceBackend:
     """Accepts every valid problem wherever torch computes in fp64. Memory grows with seqlen_q * seqlen_k."""
 
     name = "reference"
-    ignores_batch = "every sequence is computed alone"
-    finds_largest = "the largest of all scores, which are computed in fp64"
+    honours = FEATURES
 
     def unavailable(self) -> str | None:
         """Always available."""

@@ -34,8 +34,14 @@ class TritonBackend(GpuBackend):
     """Forward, backward, tangents, second derivatives and split-KV decode for dense, packed and paged problems."""
 
     name = "triton"
-    ignores_batch = "decoding splits keys after a fixed number of them"
-    finds_largest = "programs raise their head's with the maximum of their rows"
+    # For a batch-invariant problem, decoding splits keys after a fixed number of them. Programs raise the largest score
+    # of their head with the maximum of their rows.
+    honours = frozenset(
+        (
+            "causal", "window", "gqa", "head_dim_v", "alibi", "softcap", "bias", "mask", "tile mask", "sinks",
+            "dropout", "fp8", "int8", "max_logits", "batch-invariant", "latent",
+        )
+    )  # fmt: skip
 
     def unavailable(self) -> str | None:
         """What is missing on this machine, if anything."""
