@@ -79,7 +79,8 @@ def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     """A bound pass, and its parts with the tensors of one call."""
     held = bound(given)  # lives as long as its addresses are used
     key, blocks = list(bound._sized.laid_out.items())[-1]  # noqa: SLF001
-    maps, encode = [each for block in blocks for each in block.maps], driver._entry("cuTensorMapEncodeTiled")  # noqa: SLF001
+    maps = [each for block in blocks for each in block.maps]
+    encode: Any = driver._entry("cuTensorMapEncodeTiled")  # noqa: SLF001
 
     def driver_alone() -> Any:
         for block in blocks:
@@ -93,7 +94,7 @@ def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     parts = {"bound pass": lambda: bound(given), "launches": lambda: driver.queued(blocks)}
     if blocks:
         parts |= {
-            "results": lambda: bound._make((), key[0]),  # noqa: SLF001
+            "results": lambda: bound._make((), key[0]),
             "lay out": lambda: bound._lay_out((), key, blocks),  # noqa: SLF001
             f"of that, {len(maps)} tensor maps": encoded,
             "driver": driver_alone,
