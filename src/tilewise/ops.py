@@ -224,7 +224,7 @@ class Call:
         if self._writes:
             return self._written(tensors, places, sized, lengths)
         if self._recorded:
-            recorded: calls.Result = self._record(self, places, sized, lengths, *tensors)
+            recorded: calls.Result = self._record(_Once(self, places, sized, lengths), *tensors)
             return recorded
         # The body of `forward`, inlined to save a Python call.
         bound = self.bound
@@ -239,7 +239,7 @@ class Call:
         logits = _no_logits(self.problem, q.device)
         tensors = (*tensors[:_LOGITS], *_NOTHING[len(tensors) :], logits)
         if self._recorded:
-            result: Any = self._record(self, None, sized, lengths, *tensors)
+            result: Any = self._record(_Once(self, None, sized, lengths), *tensors)
         elif self._writes:
             result = self._written(tensors, None, sized, lengths)
         else:
@@ -456,18 +456,26 @@ def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) ->
     )
 
 
+class _Once:
+    """A call and what is known of one run of it. Not a tuple: profilers look into tuples that autograd gets."""
+
+    __slots__ = ("call", "lengths", "places", "sized")
+
+    def __init__(self, call: Call, places: calls.Places | None, sized: Any, lengths: calls.Lengths) -> None:
+        self.call, self.places, self.sized, self.lengths = call, places, sized, lengths
+
+
 class _Recorded(torch.autograd.Function):
     """Autograd of plain eager calls: the same forward, saved tensors and backward as the registered ops."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, places: calls.Places | None, sized: Any, lengths: calls.Lengths, *tensors: Tensor | None
-    ) -> calls.Result:
-        made = call.forward(tensors, places, sized, lengths)
+    def forward(ctx: Any, once: _Once, *tensors: Tensor | None) -> calls.Result:
+        call = once.call
+        made = call.forward(tensors, once.places, once.sized, once.lengths)
         out, lse = made[0], made[1]
         # Not max_logits, which the caller may change.
         ctx.save_for_backward(out, lse, *tensors[:_LOGITS])
-        ctx.call, ctx.lengths = call, lengths
+        ctx.call, ctx.lengths = call, once.lengths
         ctx.set_materialize_grads(False)
         return (out, lse) if call.return_lse else out
 
@@ -476,8 +484,8 @@ class _Recorded(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if dout is None and dlse is None:
             return (None,) * len(needs)
-        gradients = ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[4 : 4 + _LOGITS], ctx.lengths)
-        return None, None, None, None, *gradients, *[None] * (len(needs) - 4 - _LOGITS)
+        gradients = ctx.call.gradients((dout, dlse, *ctx.saved_tensors), needs[1 : 1 + _LOGITS], ctx.lengths)
+        return None, *gradients, *[None] * (len(needs) - 1 - _LOGITS)
 
 
 def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, dispatch.Selection]:

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import tilewise
 from fake_cuda import FakeCuda, fake_cuda
 from fake_gpus import nothing_prepared
-from tilewise import calls, ops, validation
+from tilewise import calls, ops, settings, validation
 from tilewise import device as devices
 from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
@@ -177,6 +178,27 @@ def test_a_thousand_lengths(
     tracemalloc.stop()
     assert compiled[before:] == []
     assert grown < 2 << 20
+    calls.forget()
+
+
+@pytest.mark.parametrize("which", [HOPPER, TRITON], ids=lambda backend: backend.name)
+def test_profilers_see_repeated_calls(which: Any, h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what autograd is given beside tensors, which the profiler converts where it can."""
+    monkeypatch.setattr(type(which), "unavailable", lambda _: None)
+    calls.forget()
+    q, k, v = (t.requires_grad_() for t in operands_of(600, dim=128)[:3])
+
+    def train() -> None:
+        out = tilewise.attention(q, k, v, causal=True, backend=which.name)
+        torch.autograd.grad(out, (q, k, v), out)
+
+    for _ in range(4):
+        train()
+    with settings.quiet_profiler(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        train()
+        train()
+    names = [event.name for event in seen.events() or ()]
+    assert names.count("tilewise::attention") == names.count("tilewise::attention_backward") == 2
     calls.forget()
 
 
