@@ -62,7 +62,7 @@ def test_what_a_first_call_runs_through() -> None:
     found = measured()
     assert {"api.py", "ops.py", "backends/cpu/launch.py"} < set(found["files"])
     assert not {"simulator/forward.py", "plan/planning.py", "schemas.py"} & set(found["files"])
-    assert "tilewise.dispatch._select" in found["caches"]
+    assert "tilewise.calls._family" in found["caches"]
 
 
 def test_places_are_changes_that_do_not_touch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
