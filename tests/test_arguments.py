@@ -407,7 +407,8 @@ def test_declared_features_are_features() -> None:
 HELPERS = {"hopper": ("gpu", "triton"), "triton": ("gpu",)}
 # How features are read that are not read by their field: through properties and operands.
 READ_AS = {
-    "causal": "band", "window": "band", "head_dim_v": "head_dim_v", "mask": "mask", "tile mask": "tiles", "sinks": "sinks",
+    "causal": "band", "window": "band", "head_dim_v": "head_dim_v", "mask": "mask", "tile mask": "tiles",
+    "sinks": "sinks",
 }  # fmt: skip
 # Each sequence is computed alone, whatever the problem says.
 BY_NATURE = {("cpu", "batch-invariant")}
