@@ -95,7 +95,7 @@ def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     if blocks:
         parts |= {
             "results": lambda: bound._make((), key[0]),
-            "lay out": lambda: bound._lay_out((), key, blocks),  # noqa: SLF001
+            "lay out": lambda: bound._lay_out(bound._sized.numbers, key, blocks),  # noqa: SLF001
             f"of that, {len(maps)} tensor maps": encoded,
             "driver": driver_alone,
         }

@@ -224,9 +224,12 @@ class Form:
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """Calls with equal flags. `last` is the slot used last, which the next call most often uses too."""
+    """Calls with equal flags. `last` is the slot used last, which the next call most often uses too. A plan for all
+    sizes takes several times as long to make as one for a call's own: it is made when sizes differ for the first time.
+    """
 
     last: Slot | None = None
+    is_met: bool = False
     forms: list[Form] = field(default_factory=list)
 
 

@@ -162,8 +162,8 @@ class Call:
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
 
     def opened(self, operands: Operands, slot: calls.Slot) -> Any:
-        """Prepare the call for all sizes, or else for those of its first operands alone. What the plan needs for these,
-        or None if sizes are not open.
+        """Prepare the call for all sizes, if calls with its flags were met with others, or else for those of its first
+        operands alone. What the plan needs for these, or None if sizes are not open.
         """
         named = operands._replace(max_logits=None)
         assert slot.signature is not None
@@ -173,7 +173,8 @@ class Call:
         found = None
         if self._disjoint is not None:
             self._disjoint.check(tensors)
-        if self._contents is None and not self.wide:
+        is_met, slot.family.is_met = slot.family.is_met, True
+        if is_met and self._contents is None and not self.wide:
             found = _opened(self.kind, Operands._fields[:count], tensors, self.flags, self._bound_forward)
         if found is None:
             self.bind(operands)

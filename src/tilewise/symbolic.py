@@ -28,7 +28,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -37,6 +37,7 @@ from torch import Tensor
 
 NUMBER = re.compile(r"\bn\d+\b")
 MULTIPLE = re.compile(r"\((\w+|\(\w+\.data_ptr\(\)\)) % (2|4|8|16|32|64|128)\) == 0")
+CONSTANTS = (int, float, bool)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -138,13 +139,20 @@ def function(parameters: str, lines: Sequence[str], names: Mapping[str, Any]) ->
 
 
 def _compiled(source: str, names: dict[str, Any]) -> Any:
-    exec(compile(source, "<plan>", "exec"), names)
+    exec(_code_of(source), names)
     return names["plan"]
 
 
-def unpacked(numbers: Sequence[Number], name: str) -> list[str]:
-    """Code that gives numbers their names again, from a tuple of their values."""
-    return [f"{', '.join(map(code, numbers))}, = {name}"] if numbers else []
+@functools.lru_cache(maxsize=256)
+def _code_of(source: str) -> Any:
+    """Compiling takes half a millisecond, and plans with other numbers often have the same code."""
+    return compile(source, "<plan>", "exec")
+
+
+def unpacked(numbers: Sequence[Any], name: str) -> list[str]:
+    """Code that names the numbers of a tuple again; those of no trace by their positions."""
+    names = [code(number) if number.__class__ is Number else f"n{i}" for i, number in enumerate(numbers)]
+    return [f"{', '.join(names)}, = {name}"] if names else []
 
 
 def code(value: Any) -> str:
@@ -157,29 +165,34 @@ def code(value: Any) -> str:
     return repr(value)
 
 
-def numbers_in(value: Any) -> Iterator[Number]:
+def numbers_in(value: Any) -> list[Number]:
     """The numbers in a record."""
-    if value.__class__ is Number:
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from numbers_in(part)
-    elif isinstance(value, dict):
-        yield from numbers_in(list(value.values()))
-    elif dataclasses.is_dataclass(value):
-        yield from numbers_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+    found, left = list[Number](), [value]
+    while left:
+        part = left.pop()
+        kind = part.__class__
+        if kind is Number:
+            found.append(part)
+        elif kind in CONSTANTS or part is None:
+            continue
+        elif isinstance(part, (tuple, list)):
+            left += part
+        elif isinstance(part, dict):
+            left += part.values()
+        elif dataclasses.is_dataclass(part):
+            left += [getattr(part, field.name) for field in dataclasses.fields(part)]
+    return found
 
 
 def is_traced(value: Any) -> bool:
     """Whether a record holds numbers of a trace."""
-    return next(numbers_in(value), None) is not None
+    return bool(numbers_in(value))
 
 
 def _operands(*values: Any) -> tuple[int, ...]:
     return tuple([value.at for value in values if value.__class__ is Number])
 
 
-CONSTANTS = (int, float, bool)
 # Operations with a constant that change nothing; the first two from either side.
 UNCHANGED = (("*", 1), ("+", 0), ("//", 1), ("-", 0))
 

@@ -27,7 +27,6 @@ from triton import knobs
 from tilewise.backends.gpu.compilation import MAX_COMPILED, TILE, compile_call, forget_compiled, kinds_of, typed
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
 from tilewise.device import DeviceSpec
-from tilewise.symbolic import code
 
 LIBRARY = "libcuda.so.1"
 # Types not listed here take a word. The last two parameters point to scratch memory, which these kernels do not use.
@@ -114,11 +113,11 @@ def _encoded(tile: Tile) -> tuple[Any, ...]:
     return (*tile.shape[::-1], *[item * stride for stride in tile.strides[-2::-1]])
 
 
-def _span(tile: Tile, words: Sequence[Any]) -> str:
+def _span(tile: Tile, words: Sequence[str]) -> str:
     """Code of the bytes from the first element of a tensor map to behind its last one."""
     rank = len(tile.shape)
-    pairs = zip(words[:rank], (tile.address.dtype.itemsize, *words[rank:]), strict=True)
-    return " + ".join(["1", *[f"({code(size)} - 1) * {code(stride)}" for size, stride in pairs]])
+    pairs = zip(words[:rank], (str(tile.address.dtype.itemsize), *words[rank:]), strict=True)
+    return " + ".join(["1", *[f"({size} - 1) * {stride}" for size, stride in pairs]])
 
 
 def _map(tile: Tile, meta: Any, memory: Any, place: int, room: int) -> Map:
@@ -189,32 +188,34 @@ class Launch:
         values = tuple(value.offset if value.__class__ is Address else value for value in self.values)
         return (self.call.grid, values, *[_encoded(tile) for _, tile, _ in self._maps])
 
-    def lines(self, at: int, spelled: Callable[[Address], str], names: dict[str, Any]) -> list[str]:
-        """Code that lays the launch out in `blocks[at]`; `spelled` is the code of an address. What the code refers to
-        is added to `names`.
+    def lines(
+        self, at: int, spelled: Callable[[Any], str], located: Callable[[Address], str], names: dict[str, Any]
+    ) -> list[str]:
+        """Code that lays the launch out in `blocks[at]`; `spelled` and `located` are the code of a number and of an
+        address. What the code refers to is added to `names`.
         """
         begin = WORD * (len(self.values) + NUM_SCRATCH)
         names |= {f"pack{at}": self.packing.pack_into, "encode": _entry("cuTensorMapEncodeTiled"), "refused": _refused}
         lines = [f"_, _, memory, maps = blocks[{at}]"]
         room = self._room
         for number, (_, tile, _) in enumerate(self._maps):
-            words = _encoded(tile)
+            words = [spelled(word) for word in _encoded(tile)]
             names[f"pack{at}_{number}"] = struct.Struct(f"<{len(words)}Q").pack_into
-            address = spelled(tile.address)
+            address = located(tile.address)
             lines += [
-                f"pack{at}_{number}(memory, {room}, {', '.join(map(code, words))})",
+                f"pack{at}_{number}(memory, {room}, {', '.join(words)})",
                 f"arguments, address, word = maps[{number}]",
                 f"address.value = {address}",
                 "error = encode(*arguments)",
-                f"if error: raise refused(error, {address}, {code(words)})",
+                f"if error: raise refused(error, {address}, ({', '.join(words)}))",
             ]
             if _driver_version() <= LAST_WITH_SMALL_BIT:
                 small = f"{_span(tile, words)} < {SMALL_BYTES}"
                 lines.append(f"if word.value & {SMALL_BIT} and {small}: word.value &= {~SMALL_BIT}")
             room += MAP_ROOM
-        values = [spelled(value) if value.__class__ is Address else code(value) for value in self.values]
+        values = [located(value) if value.__class__ is Address else spelled(value) for value in self.values]
         about = self.compiled.metadata
-        config = (*map(code, self.call.grid), WARP * about.num_warps, 1, 1, about.shared)
+        config = (*map(spelled, self.call.grid), WARP * about.num_warps, 1, 1, about.shared)
         lines.append(f"pack{at}(memory, {begin}, {', '.join(values)}, 0, {', '.join(map(str, config))}, stream)")
         return lines
 

@@ -185,10 +185,8 @@ class Pass:
             num_counters,
             tuple(launch.described for launch in self._launches),
         )
-        # Functions of the numbers in it, which make the tensors and lay the launches out; the second is written by the
-        # first call, which tells which tensors there are.
-        names = {"allocate": self._allocate, "torch": torch, "current": self._counters and self._counters.current}
-        self._make: Any = function("numbers, stream", self._making(), names)
+        # The functions that make the tensors, and that lay the launches out; the first call tells for which tensors.
+        self._make: Any = self._made_alike
         self._lay_out: Any = None
         self._sized = Sized((), {})
         # Blocks of launches that later ones may use.
@@ -207,9 +205,21 @@ class Pass:
         needs for given tensors (those that are not None), or None where it does not apply.
         """
         self._is_open = True
-        needed = self._numbers()
-        measure: Callable[..., Sized | None] = trace.function([f"return Sized({code(needed)}, None)"], {"Sized": Sized})
+        numbers = self._numbers()
+        made = [f"allocate({code(shape)}, {code(strides)}, {dtype})" for shape, strides, dtype in self.described[0]]
+        lines = [*unpacked(numbers, "numbers"), f"made = [{', '.join(made)}]"]
+        used = "made" if self._counters is None else f"[*made, current({code(self.num_counters)}, stream)]"
+        names = {"allocate": self._allocate, "torch": torch, "current": self._counters and self._counters.current}
+        self._make = function("numbers, stream", [*lines, f"return made, {used}"], names)
+        measure: Callable[..., Sized | None] = trace.function(
+            [f"return Sized({code(numbers)}, None)"], {"Sized": Sized}
+        )
         return measure
+
+    def _made_alike(self, _numbers: Any, stream: int) -> tuple[list[Tensor], list[Tensor]]:
+        """(the tensors of a pass that is not open, these and counters)."""
+        made = [self._allocate(shape, strides, dtype) for shape, strides, dtype in self.described[0]]
+        return made, made if self._counters is None else [*made, self._counters.current(self.num_counters, stream)]
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, sized: Sized | None = None
@@ -238,7 +248,7 @@ class Pass:
         blocks, is_spare = None if known is None else known.get(key), False
         if blocks is None:
             # Addresses that are met for the first time may never come again.
-            is_spare = known is None or (self._is_open and key not in known)
+            is_spare = known is None or key not in known
             blocks = self._laid_out(numbers, key, tensors, is_spare=is_spare)
             if blocks is None:
                 return None
@@ -260,7 +270,7 @@ class Pass:
     ) -> Sequence[Block] | None:
         """The launches of a call. `is_spare`: their memory is lent until they have started."""
         if self._lay_out is None:
-            self._lay_out = self._written(self._named(tensors))
+            numbers = self._write(self._named(tensors)) or numbers
         if is_spare and self._spare:
             blocks = self._spare.pop()
         else:
@@ -276,32 +286,37 @@ class Pass:
         found = {number.at: number for number in numbers_in(self.described)}
         return tuple(found[at] for at in sorted(found))
 
-    def _making(self) -> list[str]:
-        """Code that returns (the tensors that are made, these and counters)."""
-        made = [f"allocate({code(shape)}, {code(strides)}, {dtype})" for shape, strides, dtype in self.described[0]]
-        lines = [*unpacked(self._numbers(), "numbers"), f"made = [{', '.join(made)}]"]
-        if self._counters is None:
-            return [*lines, "return made, made"]
-        return [*lines, f"return made, [*made, current({code(self.num_counters)}, stream)]"]
+    def _write(self, names: Sequence[str]) -> tuple[Any, ...]:
+        """Write the function that lays the launches out, for tensors with these names. A pass that is not open takes
+        all its numbers as arguments, so that others share the compiled code; they are returned.
+        """
+        numbers: list[Any] = []
 
-    def _written(self, names: Sequence[str]) -> Any:
-        """The function that lays the launches out for tensors with these names."""
+        def spelled(value: Any) -> str:
+            if self._is_open:
+                return code(value)
+            numbers.append(value)
+            return f"n{len(numbers) - 1}"
+
+        def located(address: Address) -> str:
+            offset, place = address.offset, places[address.name]
+            return place if offset.__class__ is int and not offset else f"{place} + {spelled(offset)}"
+
         places = {name: f"at_{name}" for name in names}
+        before = f"stream, {', '.join(places.values())}, = key"
+        places |= {name: f"at_{BLOCK} + {spelled(begin)}" for name, (begin, _) in self._parts.items()}
+        aligned = sorted(aligned_names([argument for call in self.calls for argument in call.arguments.values()]))
+        lines = (
+            [f"if ({' | '.join([places[name] for name in aligned])}) % {ALIGNMENT}: return False"] if aligned else []
+        )
         refers: dict[str, Any] = {}
-        lines = [*unpacked(self._numbers(), "numbers"), f"stream, {', '.join(places.values())}, = key"]
-        places |= {name: f"at_{BLOCK} + {code(begin)}" for name, (begin, _) in self._parts.items()}
-        arguments = [argument for call in self.calls for argument in call.arguments.values()]
-        aligned = sorted(aligned_names(arguments))
-        if aligned:
-            lines.append(f"if ({' | '.join([places[name] for name in aligned])}) % {ALIGNMENT}: return False")
-
-        def spelled(address: Address) -> str:
-            offset = code(address.offset)
-            return places[address.name] if offset == "0" else f"{places[address.name]} + {offset}"
-
         for at, launch in enumerate(self._launches if self._is_direct else ()):
-            lines += launch.lines(at, spelled, refers)
-        return function("numbers, key, blocks", [*lines, "return True"], refers)
+            lines += launch.lines(at, spelled, located, refers)
+        unpacking = unpacked(self._numbers(), "numbers") if self._is_open else unpacked(numbers, "numbers")
+        self._lay_out = function("numbers, key, blocks", [*unpacking, before, *lines, "return True"], refers)
+        if not self._is_open:
+            self._sized = Sized(tuple(numbers), self._sized.laid_out)
+        return tuple(numbers)
 
     def _start(self, done: int, stream: int, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> None:
         """Launch the kernels from number `done` on by Triton's own path."""
