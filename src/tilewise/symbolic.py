@@ -193,7 +193,7 @@ def _operands(*values: Any) -> tuple[int, ...]:
     return tuple([value.at for value in values if value.__class__ is Number])
 
 
-# Operations with a constant that change nothing; the first two from either side.
+# Operations with an integer that change nothing; the first two from either side.
 UNCHANGED = (("*", 1), ("+", 0), ("//", 1), ("-", 0))
 
 
@@ -205,14 +205,14 @@ def _binary(symbol: str, of: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
             )
         if other.__class__ not in CONSTANTS:
             return NotImplemented
-        if (symbol, other) in UNCHANGED:
+        if other.__class__ is int and (symbol, other) in UNCHANGED:
             return self
         return self.trace.record(f"n{self.at} {symbol} {other!r}", (self.at,), of(self.value, other))
 
     def backward(self: Number, other: Any) -> Any:
         if other.__class__ not in CONSTANTS:
             return NotImplemented
-        if (symbol, other) in UNCHANGED[:2]:
+        if other.__class__ is int and (symbol, other) in UNCHANGED[:2]:
             return self
         return self.trace.record(f"{other!r} {symbol} n{self.at}", (self.at,), of(other, self.value))
 
