@@ -137,9 +137,9 @@ def test_what_is_no_backend_is_refused() -> None:
         def forward(self) -> None: ...
 
     with pytest.raises(tw.InvalidProblem, match="backward, supports, tile_shape, unavailable"):
-        tw.register_backend(Half())  # type: ignore[arg-type]
+        tw.register_backend(Half())
     with pytest.raises(tw.InvalidProblem, match="an object"):
-        tw.register_backend(Toy)  # type: ignore[arg-type]
+        tw.register_backend(Toy)
     with pytest.raises(tw.InvalidProblem, match=r"before.*'gpu'"):
         tw.register_backend(Toy(), before="gpu")
     with pytest.raises(tw.InvalidProblem, match="'cpu'"):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tilewise import calls, cascade, derivatives, dispatch, ops, sharded, tracing, validation
-from tilewise.backends.base import Backend
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.memory import check_allocated
@@ -464,10 +463,11 @@ def backends() -> tuple[dispatch.Status, ...]:
     return dispatch.statuses()
 
 
-def register_backend(backend: Backend, *, before: str = "reference") -> None:
+def register_backend(backend: object, *, before: str = "reference") -> None:
     """Register a backend under its `name` for `backend=<name>`, `backend="auto"`, `explain` and `backends`.
 
-    `backend` is an object with the methods of `tilewise.backends.base.Backend`. "auto" asks it just before the backend
+    `backend` is a `tilewise.backends.base.Backend`, or has its abstract methods and those of the others that differ
+    from the defaults. "auto" asks it just before the backend
     named by `before`; by default after all backends of this package but "reference". A name that is taken is refused.
     """
     dispatch.register(backend, before=before)

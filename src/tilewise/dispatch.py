@@ -49,7 +49,7 @@ class Selection(NamedTuple):
     rejected: tuple[Rejection, ...]
 
 
-def register(backend: Backend, *, before: str) -> None:
+def register(backend: object, *, before: str) -> None:
     """Register an outside backend, asked before the one named. Drops cached selections."""
     backends.register(backend, before)
     _select.cache_clear()
@@ -94,10 +94,9 @@ def refusal(backend: Backend, problem: AttentionProblem, device: DeviceSpec) -> 
     return unknown_feature(backend, problem) if reason is None else reason
 
 
-def unknown_feature(backend: Backend | Serving, problem: AttentionProblem) -> str | None:
+def unknown_feature(backend: Backend, problem: AttentionProblem) -> str | None:
     """The refusal of a problem with a feature that the backend does not declare, or None."""
-    declared: frozenset[str] = getattr(backend, "honours", frozenset())
-    missing = next((name for name in problem.features if name not in declared and name not in HINTS), None)
+    missing = next((name for name in problem.features if name not in backend.honours and name not in HINTS), None)
     return None if missing is None else REASONS.get(missing, f"does not know {missing}")
 
 

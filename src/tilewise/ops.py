@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tilewise import batching, calls, derivatives, device, dispatch, settings, tracing, validation
-from tilewise.backends.base import Binding, Bound, Opening
+from tilewise.backends.base import Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
 from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
@@ -317,9 +317,9 @@ class Call:
             sketch = Sketch((problem.num_heads,), (1,), 0, problem.accumulate_dtype, operands.q.device, 0)
             operands = operands._replace(max_logits=cast("Tensor", sketch))
         ready = canonical(problem, operands)
-        if not _binds(type(backend)) or _is_moved(operands, ready):
+        if _is_moved(operands, ready):
             return None
-        bound = cast("Binding", backend).bind_forward(problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
+        bound = backend.bind_forward(problem, ready, want_lse=self.return_lse or self.flags.needs_grad)
         # A pass that allocates its own `out` would need a copy in every call, which the general path makes.
         return None if bound is not None and operands.out is not None and "out" in bound.made else bound
 
@@ -357,17 +357,15 @@ class Call:
 
     def _bound_backward(self, wanted: Wanted, problem: AttentionProblem, given: Sequence[Any]) -> Bound | None:
         dout, dlse, out, lse, *tensors = given
-        backend = self._chosen.backend
-        if not _binds(type(backend)) or dout is None:
+        if dout is None:
             return None
         operands = Operands(*tensors)
         ready = canonical(problem, operands)
         dout_ready = contiguous_last(heads_first(problem, dout))
         if _is_moved((dout, *operands), (dout_ready, *ready)):
             return None
-        return cast("Binding", backend).bind_backward(
-            problem, ready, heads_first(problem, out), lse, dout_ready, dlse, wanted
-        )
+        bind = self._chosen.backend.bind_backward
+        return bind(problem, ready, heads_first(problem, out), lse, dout_ready, dlse, wanted)
 
 
 class _BoundBackward(NamedTuple):
@@ -420,7 +418,7 @@ def _opened(
         bound = prepare(problem, sketches if names[0] != "q" else operands)
     except NotTraceableError:
         return None
-    if bound is None or not isinstance(bound, Opening):
+    if bound is None:
         return None
     return _Opened(trace, problem, bound, bound.open(trace), is_open)
 
@@ -441,12 +439,6 @@ def _exactly(given: Sequence[Any], lengths: calls.Lengths) -> Callable[..., Any]
         return _Exact() if others == lengths and signature.places(tensors) is not None else None
 
     return measure
-
-
-@functools.lru_cache(maxsize=64)
-def _binds(kind: type) -> bool:
-    """Whether backends of a class have bound passes; cached, because looking for methods by name takes long."""
-    return issubclass(kind, Binding)
 
 
 def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) -> bool:

@@ -147,7 +147,7 @@ class AttentionProblem(Shared):
 
 
 # The fields that every backend takes: sizes, dtypes and layouts; what the results are needed for; and a view that may
-# be read as two tensors. `higher` needs a backend of a protocol (backends.base.Differentiating).
+# be read as two tensors. `higher` needs a backend that is `Differentiating` (backends.base).
 PLAIN = frozenset(
     (
         "kind", "dtype", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "num_kv_heads", "head_dim",

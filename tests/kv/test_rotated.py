@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise import dispatch
 from tilewise.fp8 import Fp8Tensor
 from tilewise.kv import PagedKVCache, append_rotated, rotary_table, rotated
 from tilewise.kv.rotated_arguments import Step
@@ -431,7 +432,7 @@ class Kernel:
     def __init__(self) -> None:
         self.bound = 0
 
-    def bind_rotated(self, _step: Any, *, interleaved: bool, norm_eps: float | None, in_place: bool) -> Any:
+    def bind(self, _step: Any, *, interleaved: bool, norm_eps: float | None, in_place: bool) -> Any:
         del in_place
         self.bound += 1
         return lambda tensors: rotated._append(Step(*tensors), interleaved, norm_eps, on_host=True)
@@ -440,7 +441,7 @@ class Kernel:
 def test_a_kept_launch_is_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that look alike are computed with their own rows, options and memory, and overlaps are seen in each."""
     kernel = Kernel()
-    monkeypatch.setattr(rotated, "_backend", lambda _: kernel)
+    monkeypatch.setattr(dispatch.load("cpu"), "bind_rotated", kernel.bind)
     layers = [inputs() for _ in range(2)]
     for _ in range(3):
         for number, given in enumerate(layers):

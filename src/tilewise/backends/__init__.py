@@ -1,8 +1,9 @@
 """The registry of backends in order of preference: those of this package and those registered from outside.
 
-Each package here exposes `BACKEND`, an object that satisfies `base.Backend`. An outside backend is such an object too,
-given to `tilewise.register_backend` or named by another distribution's entry point in the group `tilewise.backends`;
-its code is loaded when it is first asked. This package is callable: `tilewise.backends()` lists all backends.
+Each package here exposes `BACKEND`, a `base.Backend`. An outside backend is one too, or any object with its abstract
+methods. It is given to `tilewise.register_backend` or named by another distribution's entry point in the group
+`tilewise.backends`; its code is loaded when it is first asked. This package is callable: `tilewise.backends()` lists
+all backends.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import importlib.metadata
 import sys
 import types
 import warnings
+from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tilewise.backends.base import Backend
+from tilewise.backends.base import Backend, Differentiating
 from tilewise.errors import InvalidProblem
 
 __all__ = ["GROUP", "NAMES", "Status", "load", "names", "register", "statuses", "unregister"]
@@ -27,7 +29,6 @@ NAMES = ("hopper", "triton", "cpu", "reference")
 LAST = "reference"
 # The entry-point group of other distributions.
 GROUP = "tilewise.backends"
-METHODS = ("backward", "forward", "supports", "tile_shape", "unavailable")
 
 
 class Status(NamedTuple):
@@ -75,10 +76,9 @@ def statuses() -> tuple[Status, ...]:
     return tuple(Status(name, load(name).unavailable()) for name in names())
 
 
-def register(backend: Backend, before: str = LAST) -> None:
+def register(given: object, before: str = LAST) -> None:
     """Add an outside backend, asked just before the one named."""
-    _check(backend)
-    known = names()
+    backend, known = _completed(given), names()
     if backend.name in known:
         fix = "Give yours another name; a name stands for one backend."
         raise InvalidProblem("backend", "a name that is free", f"{backend.name!r}, which is taken", fix)
@@ -102,6 +102,22 @@ def unregister(name: str) -> None:
     load.cache_clear()
 
 
+def _completed(backend: Any) -> Backend:
+    """The backend, checked. If it does not inherit `Backend`, one with its methods and the defaults for the others."""
+    _check(backend)
+    if isinstance(backend, Backend):
+        return backend
+    kind: ABCMeta = Backend if _missing(backend, Differentiating) else Differentiating
+    own = {name: getattr(backend, name) for name in dir(kind) if name[0] != "_" and hasattr(backend, name)}
+    own |= {name: staticmethod(method) for name, method in own.items() if callable(method)}
+    completed: Backend = type(type(backend).__name__, (kind,), own | {"name": backend.name})()
+    return completed
+
+
+def _missing(backend: Any, kind: ABCMeta) -> list[str]:
+    return [method for method in sorted(kind.__abstractmethods__) if not callable(getattr(backend, method, None))]
+
+
 def _check(backend: Any) -> None:
     fix = "tilewise/backends/base.py says what a backend is."
     if isinstance(backend, type):
@@ -109,10 +125,9 @@ def _check(backend: Any) -> None:
     name = getattr(backend, "name", None)
     if not isinstance(name, str) or not name.isidentifier() or name == "auto":
         raise InvalidProblem("backend", "a name that is an identifier, and not 'auto'", repr(name), fix)
-    missing = [method for method in METHODS if not callable(getattr(backend, method, None))]
-    if missing:
-        got = f"{type(backend).__name__} without {', '.join(missing)}"
-        raise InvalidProblem("backend", f"the methods {', '.join(METHODS)}", got, fix)
+    if missing := _missing(backend, Backend):
+        got, needed = f"{type(backend).__name__} without {', '.join(missing)}", sorted(Backend.__abstractmethods__)
+        raise InvalidProblem("backend", f"the methods {', '.join(needed)}", got, fix)
 
 
 def _registered() -> dict[str, _Outside]:
@@ -138,8 +153,7 @@ def _loaded(point: importlib.metadata.EntryPoint) -> Backend:
     """The backend an entry point names, or one that reports why it cannot be loaded: others stay usable."""
     said = f"the entry point {point.value!r} (group {GROUP})"
     try:
-        backend: Backend = point.load()
-        _check(backend)
+        backend = _completed(point.load())
     except Exception as error:  # foreign code may raise anything
         return _Broken(point.name, f"{said} cannot be loaded: {type(error).__name__}: {error}")
     if backend.name != point.name:
@@ -147,10 +161,8 @@ def _loaded(point: importlib.metadata.EntryPoint) -> Backend:
     return backend
 
 
-class _Broken:
+class _Broken(Backend):
     """A backend that cannot be loaded."""
-
-    honours: frozenset[str] = frozenset()
 
     def __init__(self, name: str, reason: str) -> None:
         self.name, self.reason = name, reason
@@ -159,11 +171,11 @@ class _Broken:
         """The reason."""
         return self.reason
 
-    def supports(self, *_: Any) -> str | None:
+    def supports(self, *_: Any, **__: Any) -> str | None:
         """Always refuses."""
         return self.reason
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(self.reason)
 
     tile_shape = forward = backward = _refuse

@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from tilewise import device, dispatch, settings
-from tilewise.backends.base import Caching, Compiling
 from tilewise.bench.machine import installed_version
 from tilewise.cli.console import JsonOption, cache_line, print_json
 from tilewise.device import DeviceSpec
@@ -70,15 +69,14 @@ def _device(spec: DeviceSpec, where: torch.device) -> dict[str, Any]:
 def _backend(status: dispatch.Status) -> dict[str, Any]:
     """Name, availability, and what the backend reports of its compiler, its kernel cache and its launches."""
     backend, runs = dispatch.load(status.name), status.reason is None
-    compiling = backend if runs and isinstance(backend, Compiling) else None
-    caching = backend if runs and isinstance(backend, Caching) else None
+    cache = backend.cache_state() if runs else None
     return {
         "name": status.name,
         "available": runs,
         "reason": status.reason,
-        "compiler": None if compiling is None else compiling.compiler(),
-        "cache": None if caching is None else dict(caching.cache_state()),
-        "launch_path": None if compiling is None else compiling.launch_path(),
+        "compiler": backend.compiler() if runs else None,
+        "cache": None if cache is None else dict(cache),
+        "launch_path": backend.launch_path() if runs else None,
     }
 
 

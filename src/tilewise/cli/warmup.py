@@ -10,7 +10,6 @@ import typer
 
 from tilewise import device as devices
 from tilewise import dispatch
-from tilewise.backends.base import Caching
 from tilewise.backends.gpu import releases
 from tilewise.cli.console import JsonOption, Step, cache_line, print_json, progress
 from tilewise.device import DEVICES, DeviceSpec
@@ -65,10 +64,12 @@ def _skipped(name: str, reason: str) -> dict[str, Any]:
 def fill(status: dispatch.Status, step: Step) -> dict[str, Any]:
     """Fill one backend's cache; `skipped` says why there was nothing to do."""
     backend = dispatch.load(status.name)
-    if status.reason is not None or not isinstance(backend, Caching):
-        return _skipped(status.name, status.reason or "compiles nothing, or only for the problem it is given")
+    if status.reason is not None:
+        return _skipped(status.name, status.reason)
     backend.warmup(lambda name, done, total: step(f"{status.name}: {name} ({done + 1} of {total})"))
-    return {"name": status.name, "cache": dict(backend.cache_state()), "skipped": None, "failed": None}
+    if (state := backend.cache_state()) is None:
+        return _skipped(status.name, "compiles nothing, or only for the problem it is given")
+    return {"name": status.name, "cache": dict(state), "skipped": None, "failed": None}
 
 
 def fill_for_gpu(name: str, gpu: DeviceSpec, step: Step) -> dict[str, Any]:

@@ -85,12 +85,13 @@ def quantize(
         raise InvalidProblem("x", "finite numbers", "NaN or infinity", fix)
     given = None if scale is None else _checked_scale(x, scale)
     options: dict[str, Any] = {"rotation": rotation, "given": given, "max_seqlen": max_seqlen}
-    if x.is_cuda and type(x) in PLAIN and not torch.compiler.is_compiling():
-        data, found = _kernel()(x, granularity, rows, kind, cu_seqlens, **options)
-    else:
-        # Where torch records operations, it records these.
+    # Where torch records operations, it records these below.
+    kernel = None if type(x) not in PLAIN or torch.compiler.is_compiling() else _kernel(x.device.type)
+    made = None if kernel is None else kernel(x, granularity, rows, kind, cu_seqlens, **options)
+    if made is None:
         with torch.no_grad():
-            data, found = _quantized(x, granularity, rows, kind, cu_seqlens, **options)
+            made = _quantized(x, granularity, rows, kind, cu_seqlens, **options)
+    data, found = made
     dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
     return Fp8Tensor(data, found, cast("Granularity", granularity), kind, rows, rotation, dtype)
 
@@ -122,14 +123,12 @@ def quantize_pages(pages: Tensor, *, dtype: torch.dtype = E4M3) -> Fp8Tensor:
 
 
 @functools.cache
-def _kernel() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The GPU kernel. Cached, because looking for a package takes longer than a call."""
+def _kernel(device_type: str) -> Callable[..., tuple[Tensor, Tensor] | None] | None:
+    """`Serving.quantize` of such devices, if there is one. Cached, because an import in each call takes long."""
     from tilewise import dispatch
-    from tilewise.backends.base import Quantising
 
-    backend = dispatch.load("triton")
-    assert isinstance(backend, Quantising)
-    return backend.quantize
+    backend = dispatch.serving(device_type)
+    return None if backend is None else backend.quantize
 
 
 def _quantized(

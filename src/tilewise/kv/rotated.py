@@ -14,7 +14,6 @@ records operations, the torch operations below compute the same, and writing.py 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -25,7 +24,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewise import calls, dispatch, settings
-from tilewise.backends.base import Rotating
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.rounding import encode
@@ -137,10 +135,12 @@ def append_rotated(
             check_pages(step)
         if plain and out is not None:
             check_memory(step, in_place=in_place)
-        backend = _backend(q.device.type) if plain and _takes(step) else None
+        backend = dispatch.serving(q.device.type) if plain and _takes(step) else None
+        on_host, run, packed = plain and q.device.type == "cpu", None, step
         if backend is not None:
-            packed, eps = _packed(step), None if norm_eps is None else float(norm_eps)
+            packed, eps = step if on_host else _packed(step), None if norm_eps is None else float(norm_eps)
             run = backend.bind_rotated(packed, interleaved=interleaved, norm_eps=eps, in_place=in_place)
+        if run is not None:
             run(packed)
             touch(made, k_pages, v_pages)
             if key is not None and _places(packed) == _places(step):
@@ -148,19 +148,12 @@ def append_rotated(
                     _bound.pop(next(iter(_bound)))  # the oldest
                 _bound[key] = run
         else:
-            _append(step, interleaved, norm_eps, on_host=plain and q.device.type == "cpu")
+            _append(step, interleaved, norm_eps, on_host=on_host)
     return made
 
 
 def _places(step: Step) -> list[int | None]:
     return [None if t is None else t.data_ptr() for t in step]
-
-
-@functools.cache
-def _backend(device_type: str) -> Rotating | None:
-    """The backend with a kernel for such a device. Cached, because asking a protocol takes microseconds."""
-    backend: object = dispatch.serving(device_type)
-    return backend if isinstance(backend, Rotating) else None
 
 
 def _append(step: Step, interleaved: bool, norm_eps: float | None, *, on_host: bool) -> None:

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tilewise import cascade, dispatch, validation
 from tilewise import device as devices
-from tilewise.backends.base import Explaining, TileMasking
 from tilewise.cascade import SharedPrefix
 from tilewise.device import DeviceSpec
 from tilewise.dispatch import Rejection
@@ -271,15 +270,10 @@ def _choose(
 
 
 def _reported(problem: AttentionProblem, name: str | None) -> tuple[str | None, str | None]:
-    """What the backend says about 8-bit operands, and what it sums in no fixed order.
-
-    One without such reports dequantises before its kernels and repeats its results bit for bit.
-    """
-    backend = None if name is None else dispatch.load(name)
-    if backend is None:
+    """What the backend says about 8-bit operands, and what it sums in no fixed order."""
+    if name is None:
         return None, None
-    if not isinstance(backend, Explaining):
-        return ("dequantised before the kernels" if problem.fp8 else None), None
+    backend = dispatch.load(name)
     return (backend.fp8_path(problem) if problem.fp8 else None), backend.unordered(problem)
 
 
@@ -289,9 +283,7 @@ def _listed(
     """What a tile mask leaves, if there is one and it can be read."""
     if operands.tiles is None or operands.tile_bits is None or not _readable([operands.tiles]):
         return None
-    path = "no backend takes it"
-    if name is not None and isinstance(backend := dispatch.load(name), TileMasking):
-        path = backend.skips_tiles(problem)
+    path = "no backend takes it" if name is None else dispatch.load(name).skips_tiles(problem)
     stored = operands.tiles.cpu()
     full = visited = tiles = pairs = total = banded = 0
     for band, indices in sequences.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise import numerics
-from tilewise.backends.base import Bound, Prefixes, QuantisedRows, TileShape, Writing
+from tilewise.backends.base import Bound, Differentiating, Launch, QuantisedRows, Serving, TileShape
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
 from tilewise.problem import AttentionProblem
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 576
 
 
-class CpuBackend:
+class CpuBackend(Serving, Differentiating):
     """Vector kernels that run on torch's own threads."""
 
     name = "cpu"
@@ -87,11 +87,6 @@ class CpuBackend:
 
         return bound.bind_backward(problem, operands, out, lse, dout, dlse, wanted)
 
-    def unordered(self, problem: AttentionProblem) -> str | None:
-        """Nothing: every sum has a fixed order."""
-        del problem
-        return None
-
     def skips_tiles(self, problem: AttentionProblem) -> str:
         """How tile masks are read, for reports."""
         del problem
@@ -150,7 +145,7 @@ class CpuBackend:
 
         launch_pages.write_rows(k, v, k_pages, v_pages, slots)
 
-    def bind_write(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Writing:
+    def bind_write(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Launch:
         """`write_rows` for tensors like these."""
         del slots
         from tilewise.backends.cpu import launch_pages
@@ -180,7 +175,7 @@ class CpuBackend:
 
     def bind_prefixes(
         self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
-    ) -> Prefixes:
+    ) -> Launch:
         """`attend_prefixes` for operands, rows, out and lse with any strides."""
         del operands, results
 
@@ -191,11 +186,6 @@ class CpuBackend:
             return ()
 
         return attend
-
-    def bind_after(
-        self, own: Bound, prefixes: Prefixes, count: int, unread: Sequence[str], problem: AttentionProblem
-    ) -> None:
-        """The passes stay separate, because a launch costs next to nothing here."""
 
     def merge_rows(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Tensor | None) -> None:
         """Merges rows of a partial result over other keys into `out` and `lse`: see tilewise.cascade."""

@@ -66,7 +66,7 @@ class Sized(NamedTuple):
 
 
 class Pass:
-    """A pass over canonical operands; see tilewise.backends.base.Opening.
+    """A pass over canonical operands; see tilewise.backends.base.Bound.
 
     `given` are the positions in the parameter block of the addresses of a call's tensors (those that are not None),
     `made` the tensors that it makes, with theirs. `fields` is the rest of the block, where numbers of a trace may be.
@@ -99,7 +99,7 @@ class Pass:
         self._sized = None if problem.is_traced else Sized(self._allocations, unread, self._bounds, (), {})
 
     def open(self, trace: Trace) -> Callable[..., Sized | None]:
-        """See tilewise.backends.base.Opening."""
+        """See tilewise.backends.base.Bound."""
         groups: list[list[int]] = []
         for position in sorted([at for at, value in self._fields.items() if is_traced(value)]):
             if not groups or position - groups[-1][-1] > APART:

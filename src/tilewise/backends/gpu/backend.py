@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewise.backends.base import Bound
+from tilewise.backends.base import Backend, Bound
 from tilewise.backends.gpu import trial
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
@@ -19,10 +19,8 @@ from tilewise.problem import AttentionProblem
 MAX_ROWS = 2**29
 
 
-class GpuBackend:
+class GpuBackend(Backend):
     """The computations of a backend. Triton is imported by the first of them, with the package's `launch` module."""
-
-    name: str
 
     @functools.cached_property
     def _launch(self) -> ModuleType:
@@ -60,7 +58,7 @@ class GpuBackend:
         return gradients
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
-        """See Binding."""
+        """See Backend."""
         operands = self._with_out(problem, operands)
         return _bound(self._launch.bind_forward(problem, operands, want_lse=want_lse))
 
@@ -74,7 +72,7 @@ class GpuBackend:
         dlse: Tensor | None,
         wanted: Wanted,
     ) -> Bound | None:
-        """See Binding. Gradients of bias and sinks are computed from what the pass leaves, so it cannot stand alone."""
+        """See Backend. Gradients of bias and sinks are computed from what the pass leaves, so it cannot stand alone."""
         if wanted.dbias or wanted.dsinks:
             return None
         given = (dout, dlse, out, lse, *operands)

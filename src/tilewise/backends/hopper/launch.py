@@ -114,7 +114,7 @@ def writes_into(problem: AttentionProblem, out: Tensor) -> bool:
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
-    """See Binding."""
+    """See Backend."""
     if tile_lists.are_missing(problem, operands.tile_lists):
         return None
     return _bound_forward(problem, operands, want_lse)
@@ -151,7 +151,7 @@ def run_backward(
 def bind_backward(
     problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
 ) -> Pass | None:
-    """See Binding; `given` in the order of BACKWARD_GIVEN."""
+    """See Backend; `given` in the order of BACKWARD_GIVEN."""
     if tile_lists.are_missing(problem, given[LISTS]):
         return None
     return _bound_backward(problem, given, q, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilewise.backends.base import TileShape
+from tilewise.backends.base import Differentiating, TileShape
 from tilewise.backends.reference import derivatives, specification
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands, Tangents, Wanted
@@ -13,7 +13,7 @@ from tilewise.problem import FEATURES, AttentionProblem
 __all__ = ["BACKEND"]
 
 
-class ReferenceBackend:
+class ReferenceBackend(Differentiating):
     """Accepts every valid problem wherever torch computes in fp64. Memory grows with seqlen_q * seqlen_k."""
 
     name = "reference"

@@ -6,13 +6,13 @@ With TRITON_INTERPRET=1 the kernels run on CPU tensors in Triton's interpreter: 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewise.backends.base import Bound, Prefixes, QuantisedRows, TileShape, Writing
+from tilewise.backends.base import Bound, Differentiating, Launch, QuantisedRows, Serving, TileShape
 from tilewise.backends.gpu import releases, trial
 from tilewise.backends.gpu.backend import GpuBackend, too_long
 from tilewise.dequantising import dequantised
@@ -30,7 +30,7 @@ MAX_HIGHER_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 WIDE_SINGLE_SMEM = 132096
 
 
-class TritonBackend(GpuBackend):
+class TritonBackend(GpuBackend, Serving, Differentiating):
     """Forward, backward, tangents, second derivatives and split-KV decode for dense, packed and paged problems."""
 
     name = "triton"
@@ -117,11 +117,6 @@ class TritonBackend(GpuBackend):
         del problem
         return "programs walk the tiles that the mask lists; bits are read in tiles that are visible in part"
 
-    def unordered(self, problem: AttentionProblem) -> str | None:
-        """Nothing: every sum has a fixed order."""
-        del problem
-        return None
-
     def forward(self, problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
         """(out, lse); see Backend."""
         if problem.fp8 and not _read_in_pairs(operands):
@@ -132,7 +127,7 @@ class TritonBackend(GpuBackend):
         return super().forward(problem, operands)
 
     def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Bound | None:
-        """See Binding."""
+        """See Backend."""
         if problem.fp8 and not _read_in_pairs(operands):
             return None
         return super().bind_forward(problem, operands, want_lse=want_lse)
@@ -170,7 +165,7 @@ class TritonBackend(GpuBackend):
 
         serving.write_rows(k, v, k_pages, v_pages, slots)
 
-    def bind_write(self, *tensors: Tensor) -> Writing:
+    def bind_write(self, *tensors: Tensor) -> Launch:
         """`write_rows` for tensors like these."""
         from tilewise.backends.triton import serving
 
@@ -190,7 +185,7 @@ class TritonBackend(GpuBackend):
 
     def bind_rotated(
         self, tensors: Sequence[Tensor | None], *, interleaved: bool, norm_eps: float | None, in_place: bool
-    ) -> Callable[[Sequence[Tensor | None]], object]:
+    ) -> Launch:
         """A launch that normalises and rotates q and k, writes k and v: see tilewise.kv.rotated."""
         from tilewise.backends.triton import rotating
 
@@ -221,17 +216,17 @@ class TritonBackend(GpuBackend):
 
     def bind_prefixes(
         self, problem: AttentionProblem, operands: Operands, num_rows: int, *results: Tensor | None
-    ) -> Prefixes | None:
+    ) -> Launch | None:
         """`attend_prefixes` bound to operands, rows, out and lse with such strides. None if e4m3 is converted first."""
         if problem.fp8 and not _read_in_pairs(operands):
             return None
-        bound: Prefixes = importlib.import_module("tilewise.backends.triton.prefix").bind_prefixes(
+        bound: Launch = importlib.import_module("tilewise.backends.triton.prefix").bind_prefixes(
             problem, operands, num_rows, *results
         )
         return bound
 
     def bind_after(
-        self, own: Bound, prefixes: Prefixes, count: int, unread: Sequence[str], problem: AttentionProblem
+        self, own: Bound, prefixes: Launch, count: int, unread: Sequence[str], problem: AttentionProblem
     ) -> Bound | None:
         """One pass for the own keys (`problem`; of any GPU backend) and the prefixes. It takes the first `count`
         operands and the tensors of a hint, and does not make the results in `unread`.

@@ -103,7 +103,7 @@ def writes_into(problem: AttentionProblem, out: Tensor) -> bool:
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Pass | None:
-    """See Binding."""
+    """See Backend."""
     if not _bindable(problem) or tile_lists.are_missing(problem, operands.tile_lists):
         return None
     return launching.bound_to(forward_pass, problem, operands, operands.q, want_lse)
@@ -231,7 +231,7 @@ def run_backward(
 def bind_backward(
     problem: AttentionProblem, given: tuple[Tensor | None, ...], q: Tensor, wanted: Wanted
 ) -> Pass | None:
-    """See Binding; `given` in the order of BACKWARD_GIVEN."""
+    """See Backend; `given` in the order of BACKWARD_GIVEN."""
     if not _bindable(problem) or problem.page_size is not None or tile_lists.are_missing(problem, given[LISTS]):
         return None
     return launching.bound_to(backward_pass, problem, given, q, wanted)
