@@ -1,5 +1,6 @@
 """Backends from outside: registered by a call or by an entry point, in their order, and never in another's place."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import tilewise as tw
 from tilewise import dispatch, settings
 from tilewise.backends.base import TileShape
+from tilewise.backends.reference import BACKEND as REFERENCE
 from tilewise.cli import build_app
 from tilewise.device import DeviceSpec
 from tilewise.operands import Gradients, Operands
@@ -153,6 +155,65 @@ def test_a_registered_backend_passes_cases_of_the_conformance_suite(toy: Toy) ->
         case = Case(kind=kind, seqlens_q=(9, 3), seqlens_k=(9, 3), head_dim=16, head_dim_v=16, causal=True)
         check(case, BackendImplementation("toy"))
     assert toy.forwards > 0
+
+
+def test_what_a_backend_leaves_out_has_a_default(toy: Toy) -> None:
+    q, k, v = qkv()
+    plan = tw.explain(*(tw.fp8.quantize(t) for t in (q, k, v)), backend="toy")
+    assert (plan.quantised, plan.unordered) == ("dequantised before the kernels", None)
+    plan = tw.explain(q, k, v, mask=tw.TileMask.prefix(3, 7), backend="toy")
+    assert plan.mask is not None
+    assert plan.mask.path == "the backend does not say how"
+    found = json.loads(CliRunner().invoke(build_app(), ["doctor", "--json"]).stdout)["backends"]
+    told = next(found for found in found if found["name"] == toy.name)
+    assert [told[key] for key in ("available", "compiler", "cache", "launch_path")] == [True, None, None, None]
+
+
+class Telling(Toy):
+    """Says and does more than it must."""
+
+    def fp8_path(self, problem: AttentionProblem) -> str:
+        return f"{problem.codes} as they are"
+
+    def forward_tangent(self, *given: Any) -> Any:
+        return REFERENCE.forward_tangent(*given)
+
+    def backward_twice(self, *given: Any) -> Any:
+        return REFERENCE.backward_twice(*given)
+
+    def bind_forward(self, problem: AttentionProblem, operands: Operands, *, want_lse: bool) -> Any:
+        del operands
+        return Prepared(self, problem, want_lse=want_lse)
+
+
+class Prepared:
+    """A pass for the sizes of one problem."""
+
+    def __init__(self, backend: Toy, problem: AttentionProblem, *, want_lse: bool) -> None:
+        self.backend, self.problem = backend, problem
+        self.made = ("out", "lse") if want_lse else ("out",)
+
+    def __call__(self, tensors: Any, *_: Any) -> list[Tensor]:
+        made = self.backend.forward(self.problem, Operands(*tensors))
+        return list(made[: len(self.made)])
+
+
+# Of torch's own rules for forward derivatives.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_what_a_backend_brings_is_used_though_it_inherits_nothing() -> None:
+    backend = Telling()
+    with installed(backend) as name:
+        for length in (5, 7, 5, 7, 7):
+            q, k, v = (t[:, :, :length] for t in qkv())
+            torch.testing.assert_close(tw.attention(q, k, v, backend=name), tw.attention(q, k, v, backend="reference"))
+        assert backend.forwards == 5
+        quantised = [tw.fp8.quantize(t) for t in (q, k, v)]
+        assert tw.explain(*quantised, backend=name).quantised == "e4m3 as they are"
+        assert tw.explain(q, k, v, backend=name).higher.backend == name
+        found, expected = (
+            torch.func.jvp(lambda q, n=n: tw.attention(q, k, v, backend=n), (q,), (k,)) for n in (name, "reference")
+        )
+        torch.testing.assert_close(found, expected)
 
 
 # What a backend need not know, a call that needs it, and the refusal of one that does not know it.

@@ -418,9 +418,9 @@ def _opened(
         bound = prepare(problem, sketches if names[0] != "q" else operands)
     except NotTraceableError:
         return None
-    if bound is None:
-        return None
-    return _Opened(trace, problem, bound, bound.open(trace), is_open)
+    # A pass from outside may serve one size only, and lack it.
+    opened = getattr(bound, "open", None)
+    return None if bound is None or opened is None else _Opened(trace, problem, bound, opened(trace), is_open)
 
 
 class _Exact(NamedTuple):

@@ -62,15 +62,16 @@ class Bound(Protocol):
     def open(self, trace: Trace) -> Callable[..., Any]:
         """Of a pass that was prepared with numbers in place of sizes (see tilewise.symbolic): a function of the tensors
         that are not None and the bounds on lengths. It returns what the pass needs for their sizes, a record with a
-        method `kept`, or None if they need another pass.
+        method `kept`, or None if they need another pass. A pass of a backend from outside that lacks `open` serves the
+        sizes that it was prepared for.
         """
 
 
 class Backend(ABC):
     """One implementation of the contract, complete or partial.
 
-    The abstract methods are all that a backend needs. The defaults of the others are those of one that prepares
-    nothing, compiles nothing, widens 8-bit operands before its kernels and sums in a fixed order.
+    The abstract methods are all that a backend needs; the defaults of the others suit one that prepares nothing, keeps
+    no compiled kernels, widens 8-bit operands before its kernels and sums in a fixed order.
 
     `honours` are the features of problems that it knows (`AttentionProblem.features`). It is not asked about a problem
     with another one, so that what is added later is refused and not ignored. `supports` may still refuse a feature, or
