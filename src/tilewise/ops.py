@@ -196,8 +196,12 @@ class Call:
         """The problem of a call."""
         if self._trace is None:
             return self.problem
-        given = [tensor for tensor in tensors[:_LOGITS] if tensor is not None]
-        return cast("AttentionProblem", replaced(self.problem, self._trace.values(*given, *lengths)))
+        given = tensors[:_LOGITS]
+        values = self._trace.values(*[tensor for tensor in given if tensor is not None], *lengths)
+        if values is None:  # hooks of saved tensors may give a backward other strides and addresses
+            operands = Operands(*cast("Any", given))
+            return validation.problem_of(self.kind, operands, self.flags.with_lengths(lengths))
+        return cast("AttentionProblem", replaced(self.problem, values))
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: calls.Places | None = None, sized: Any = None,
