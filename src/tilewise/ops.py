@@ -320,6 +320,8 @@ class Call:
         if problem.is_traced and problem.max_logits:
             sketch = Sketch((problem.num_heads,), (1,), 0, problem.accumulate_dtype, operands.q.device, 0)
             operands = operands._replace(max_logits=cast("Tensor", sketch))
+        if problem.is_traced and _chosen_for(problem, operands, self.flags).backend is not backend:
+            return None  # never so: the choice is made again to be recorded
         ready = canonical(problem, operands)
         if not _binds(type(backend)) or _is_moved(operands, ready):
             return None
@@ -496,7 +498,11 @@ class _Recorded(torch.autograd.Function):
 def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, dispatch.Selection]:
     """The problem, and the backend that computes it."""
     problem = validation.problem_of(kind, operands, flags)
-    return problem, dispatch.select(problem, device.of(operands.q.device), flags.backend)
+    return problem, _chosen_for(problem, operands, flags)
+
+
+def _chosen_for(problem: AttentionProblem, operands: Operands, flags: Flags) -> dispatch.Selection:
+    return dispatch.select(problem, device.of(operands.q.device), flags.backend)
 
 
 def _run(problem: AttentionProblem, chosen: dispatch.Selection, operands: Operands) -> tuple[Tensor, Tensor]:
