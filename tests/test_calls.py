@@ -207,6 +207,16 @@ def test_saved_tensors_may_come_back_with_other_strides() -> None:
     torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), dout), want)
 
 
+def test_a_saved_latent_may_come_back_as_two_tensors() -> None:
+    """As `save_on_cpu` gives it back. A gradient of bias takes the general path, with the problem of these tensors."""
+    q, k = (torch.randn(1, heads, 7, 48, requires_grad=True) for heads in (4, 1))
+    bias, dout = torch.randn(7, 7, requires_grad=True), torch.randn(1, 4, 7, 32)
+    want = torch.autograd.grad(call(q, k, k[..., :32], bias=bias), (q, k, bias), dout)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        out = call(q, k, k[..., :32], bias=bias)
+    torch.testing.assert_close(torch.autograd.grad(out, (q, k, bias), dout), want)
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("place", ["q", "k", "v", "bias", "mask", "sinks", "alibi_slopes"])
 def test_a_nested_tensor_is_refused_in_every_place(place: str) -> None:

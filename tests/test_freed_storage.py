@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise import calls
 from tilewise.errors import InvalidProblem
 from tilewise.integrations import flash_attn, flex, sdpa
 from tilewise.kv import append_rotated, rotary_table
@@ -175,6 +176,17 @@ def test_tensors_without_elements_need_no_storage() -> None:
     free(q)
     for _ in range(3):
         assert tw.attention(q, *new(2, *DENSE)).shape == q.shape
+
+
+def test_freed_storages_are_refused_where_a_call_without_elements_came_first() -> None:
+    """The plans of both calls are of one form."""
+    calls.forget()
+    q, k, v = (new(*DENSE) for _ in range(3))
+    tw.attention(q, k[:, :, :0], v[:, :, :0])
+    tw.attention(q, k, v)
+    free(k)
+    with refused("k"):
+        tw.attention(q, k, v)
 
 
 @pytest.mark.parametrize("part", ["tiles", "bits"])

@@ -93,9 +93,9 @@ class Signature:
             ]
             strides = [[None] * len(each) for each in strides]
         self._latent = _is_latent([tensor.data_ptr() for tensor in present])
-        # Those with elements, which have an address; None if all have some, or none has.
+        # Those with elements, which have an address; None if all have some, or none has, or another call may differ.
         filled = [i for i, tensor in enumerate(present) if tensor.numel()]
-        self._filled = _picker(filled) if 0 < len(filled) < len(present) else None
+        self._filled = _picker(filled) if is_open is None and 0 < len(filled) < len(present) else None
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
             *[present[i] for i in distinct], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides

@@ -196,8 +196,12 @@ class Call:
         """The problem of a call."""
         if self._trace is None:
             return self.problem
-        given = [tensor for tensor in tensors[:_LOGITS] if tensor is not None]
-        return cast("AttentionProblem", replaced(self.problem, self._trace.values(*given, *lengths)))
+        given = tensors[:_LOGITS]
+        values = self._trace.values(*[tensor for tensor in given if tensor is not None], *lengths)
+        if values is None:  # hooks of saved tensors may give a backward other strides and addresses
+            operands = Operands(*cast("Any", given))
+            return validation.problem_of(self.kind, operands, self.flags.with_lengths(lengths))
+        return cast("AttentionProblem", replaced(self.problem, values))
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: calls.Places | None = None, sized: Any = None,
@@ -316,6 +320,8 @@ class Call:
         if problem.is_traced and problem.max_logits:
             sketch = Sketch((problem.num_heads,), (1,), 0, problem.accumulate_dtype, operands.q.device, 0)
             operands = operands._replace(max_logits=cast("Tensor", sketch))
+        if problem.is_traced and _chosen_for(problem, operands, self.flags).backend is not backend:
+            return None  # never so: the choice is made again to be recorded
         ready = canonical(problem, operands)
         if _is_moved(operands, ready):
             return None
@@ -484,7 +490,11 @@ class _Recorded(torch.autograd.Function):
 def _choose(kind: Kind, operands: Operands, flags: Flags) -> tuple[AttentionProblem, dispatch.Selection]:
     """The problem, and the backend that computes it."""
     problem = validation.problem_of(kind, operands, flags)
-    return problem, dispatch.select(problem, device.of(operands.q.device), flags.backend)
+    return problem, _chosen_for(problem, operands, flags)
+
+
+def _chosen_for(problem: AttentionProblem, operands: Operands, flags: Flags) -> dispatch.Selection:
+    return dispatch.select(problem, device.of(operands.q.device), flags.backend)
 
 
 def _run(problem: AttentionProblem, chosen: dispatch.Selection, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -123,13 +123,12 @@ class Trace:
         """The function that `source` writes; `names` are what `ending` refers to."""
         return _compiled(self.source(ending), {**self.names, **names})
 
-    def values(self, *arguments: Any) -> list[Any]:
-        """The values of all numbers for other arguments, to which the plan applies."""
+    def values(self, *arguments: Any) -> list[Any] | None:
+        """The values of all numbers for other arguments, or None if the plan does not apply to them."""
         if self._whole is None:
             everything = sorted(self._known.values(), key=lambda number: number.at)
             self._whole = self.function([f"return [{', '.join(map(code, everything))}]"])
         found: list[Any] | None = self._whole(*arguments)
-        assert found is not None
         return found
 
 

@@ -40,6 +40,7 @@ triton = pytest.importorskip("triton", minversion="3.6")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
 driver = pytest.importorskip("tilewise.backends.gpu.driver")
 gpu_counters = pytest.importorskip("tilewise.backends.gpu.counters")
+launching = pytest.importorskip("tilewise.backends.gpu.launching")
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
@@ -332,6 +333,23 @@ def test_threads_share_prepared_launches(h200: FakeCuda, compiled: list[str]) ->
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert compiled == ["forward_kernel"]
+
+
+def test_threads_drop_launches_at_the_same_time(h200: FakeCuda) -> None:
+    """Another thread adds one between the two steps that find the oldest."""
+
+    class Shared(dict[Any, Any]):
+        def __iter__(self) -> Iterator[Any]:
+            found = super().__iter__()
+            self[len(self),] = None
+            return found
+
+    problem, ready = problem_of(operands_of(200))
+    bound: Any = TRITON.bind_forward(problem, ready, want_lse=True)
+    known = Shared({(-number,): None for number in range(launching.MAX_LAID_OUT)})
+    h200.expect()
+    assert bound(ready[:3], None, launching.Sized((), known)) is not None
+    assert h200.launches == 1
 
 
 def test_masks_and_their_lists_are_made_without_a_word_of_the_compiler(h200: FakeCuda, compiled: list[str]) -> None:

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import tilewise as tw
+from tilewise import calls, dispatch, ops, symbolic, validation
 from tilewise import device as devices
-from tilewise import dispatch, ops, symbolic, validation
 from tilewise.canonical import canonical, contiguous_last, heads_first
 from tilewise.operands import LENGTHS, Flags, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
@@ -25,6 +26,7 @@ from tilewise.tiles import num_tiles, sections
 
 pytest.importorskip("triton", minversion="3.6")
 driver = pytest.importorskip("tilewise.backends.gpu.driver")
+launching = pytest.importorskip("tilewise.backends.gpu.launching")
 
 H200 = devices.named("h200")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -310,6 +312,47 @@ def test_open_backwards_are_those_of_each_size(name: str, deterministic: bool, p
                 assert differences(opened.bound, opened.measure(*present, *lengths), exact) == [], problem
                 plans.append(Plan(form, opened.bound, opened.measure))
     assert len(plans) > 0
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The backends whose passes public calls started; they allocate their results and launch nothing."""
+    used: list[str] = []
+
+    def called(found: Any, _tensors: Any, _places: Any = None, sized: Any = None) -> Any:
+        used.append(found.calls[0].kernel.__module__.split(".")[2])
+        return found._make((found._sized if sized is None else sized).numbers, 0)[0]
+
+    monkeypatch.setattr(launching.Pass, "__call__", called)
+    for name in ("hopper", "triton"):
+        monkeypatch.setattr(type(dispatch.load(name)), "unavailable", lambda _: None)
+    for forget in (calls.forget, dispatch._select.cache_clear):
+        forget()
+    yield used
+    for forget in (calls.forget, dispatch._select.cache_clear):
+        forget()
+
+
+@pytest.mark.parametrize("batches", [(2, 16, 2), (16, 2, 16)])
+def test_plans_serve_no_size_for_which_another_backend_is_chosen(batches: Sequence[int], started: list[str]) -> None:
+    """Two tokens of few sequences are too much to merge for the decode kernel of Hopper."""
+    for batch in batches:
+        tw.attention(*[torch.empty(batch, heads, n, 128, dtype=BF16) for heads, n in ((8, 2), (2, 300), (2, 300))])
+    assert started == [{2: "triton", 16: "hopper"}[batch] for batch in batches]
+
+
+@pytest.mark.parametrize("name", ["hopper", "triton"])
+def test_plans_serve_no_size_that_their_backend_refuses(name: str, started: list[str]) -> None:
+    """Longer sequences than 32-bit positions take."""
+    for length, fits in ((2**29 - 8, True), (2**29, True), (2**29 + 8, False), (2**29 + 8, False)):
+        k = torch.empty(1, 1, 1, 64, dtype=BF16).expand(1, 1, length, 64)
+        q = torch.empty(1, 1, 100, 64, dtype=BF16)
+        if fits:
+            tw.attention(q, k, k, backend=name)
+        else:
+            with pytest.raises(tw.Unsupported, match="32-bit positions"):
+                tw.attention(q, k, k, backend=name)
+    assert started == [name] * 2
 
 
 def lengths_of_prompts() -> list[tuple[int, int]]:
