@@ -75,7 +75,9 @@ def test_plans_compute_what_the_program_computes(seed: int) -> None:
     traced = run(*[trace.leaf(name, value) for name, value in zip(NAMES, values, strict=True)])
     plan = trace.function([f"return {code(traced)}"])
     assert plan(*values) == run(*values)
-    assert replaced(traced, trace.values(*values)) == run(*values)
+    numbers = trace.values(*values)
+    assert numbers is not None
+    assert replaced(traced, numbers) == run(*values)
     for _ in range(40):
         others = [draw.choice((0, 1, 2, 8, 15, 16, 17, 96, 128, 130, 2**33)) for _ in NAMES]
         found, expected = plan(*others), run(*others)
