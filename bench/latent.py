@@ -255,7 +255,8 @@ def shown(row: dict[str, Any]) -> str:
 
 def sweep(quick: bool) -> list[dict[str, Any]]:
     """Other tiles of the Triton kernel, timed in graphs."""
-    from tilewise.backends.triton.configs import Config, overridden
+    from tilewise.backends.triton.configs import Config
+    from tilewise.testing.tiles import overridden
 
     both = (True, False)
     tall = [Config(64, n, 8, stages, descriptors=tma) for n, stages in ((64, 2), (32, 3)) for tma in both]

@@ -40,6 +40,7 @@ from tilewise.backends.triton.configs import Config, Pass
 from tilewise.bench import machine
 from tilewise.operands import Operands, Tangents
 from tilewise.problem import AttentionProblem
+from tilewise.testing.tiles import overridden
 from tilewise.tile_masks import TileMask
 from tilewise.tiles import lists_of
 from tune_candidates import DECODE, HIGHER, TUNED, candidates, config_of, name_of
@@ -134,7 +135,7 @@ class Inputs:
     def calls(self, direction: Pass, config: Config) -> list[KernelCall]:
         """The kernels of a pass with the given tiles."""
         views = self.views
-        with configs.overridden({direction: config}):
+        with overridden({direction: config}):
             if direction == "forward":
                 return launch.tiled_calls(self.plan, views)
             if direction in ("tangent", "tangent_only"):
@@ -380,7 +381,7 @@ def decode_run(inputs: Inputs, config: Config, splits: int) -> Run:
     """Split-KV decoding and its merge."""
     plan = inputs.plan._replace(num_splits=splits)
     inputs.tensors["workspace"] = torch.empty(sum(launch.parts_size(plan)) + 4, device="cuda")
-    with configs.overridden({"decode": config}):
+    with overridden({"decode": config}):
         calls = launch.decode_calls(plan, inputs.views)
     return graph_of(inputs.runner(calls))
 

@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str]] = {
     | {"validation"},
     "backends": SPINE | {"fp8"},
     "plan": SPINE | {"fp8", "tile_masks", "validation", "dispatch", "cascade", "figures"},
-    "testing": SPINE | {"fp8", "tile_masks", "api", "__init__", "backends", "dispatch", "validation"},
+    "testing": SPINE | {"fp8", "tile_masks", "api", "__init__", "backends", "calls", "dispatch", "validation"},
     "simulator": {"masks", "plan"},
     "explorer": {"device", "dispatch", "plan", "problem"},
     "bench": {"api", "device", "testing"},

@@ -21,7 +21,7 @@ from tilewise import device as devices
 
 CACHES = {
     "gpu.compilation": ("_compiled",),
-    "triton.launch": ("_kept_forward", "_kept_backward"),
+    "triton.launch": ("forward_pass", "backward_pass"),
     "triton.prefix": ("prefix_pass",),
     "gpu.counters": ("counters_of",),
     "hopper.launch": ("forward_pass", "backward_pass", "decode_pass"),

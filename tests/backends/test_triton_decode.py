@@ -295,7 +295,7 @@ def test_compiled_decoding_keeps_its_pipeline(device: str, page_size: int | None
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fixed splits of 128 keys, merged two at a time."""
-    caches = (planning._kept_plan, launch._kept_forward)
+    caches = (planning._plan, launch.forward_pass)
     monkeypatch.setattr(planning, "SPLIT_KEYS", 128)
     monkeypatch.setattr(launch, "COMBINED_ELEMENTS", 2 * 64)
     for cache in caches:

@@ -24,6 +24,7 @@ from interpreting import interpret
 from making import watched
 from tilewise import fp8
 from tilewise.masks import Band, TileGrid, TileKind
+from tilewise.testing.tiles import overridden
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -219,7 +220,7 @@ def test_joined_loops(flags: dict[str, Any], loads: str, monkeypatch: pytest.Mon
             tile, boxes=True, dp_first=True, split=True, dv=replace(tile, block_m=32, boxes=True, split=True)
         )
     for backend in ("triton", "reference"):
-        with configs.overridden({"dkdv": tile, "dq": tile}):
+        with overridden({"dkdv": tile, "dq": tile}):
             out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)
             found.append(torch.autograd.grad(out, leaves, dout))
     # q and dout for dK and dV, whose statistics lie in the workspace, k and v for dQ
@@ -254,7 +255,7 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
         torch.where(torch.arange(58)[:, None, None] >= 38, torch.nan, x) for x in (row_q, row_k, row_v)
     )
     tile = configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True, joined=joined, heads_per_wave=3)
-    with configs.overridden({"forward": tile}):
+    with overridden({"forward": tile}):
         out = tilewise.attention(q, k, v, causal=causal, backend="triton")
         q2, k2, v2 = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         other = tilewise.attention(q2, k2, v2, causal=causal, layout="bshd", backend="triton")
@@ -304,7 +305,7 @@ def test_derivatives_in_boxes(flags: dict[str, Any], packed: bool, monkeypatch: 
         leaves = [t.requires_grad_() for t in (*operands, dout)]
 
         tile = configs.Config(16, 16, 4, 1, boxes=True)
-        with configs.overridden(dict.fromkeys(("tangent", "tangent_only", "twice_dkdv", "twice_dq"), tile)):
+        with overridden(dict.fromkeys(("tangent", "tangent_only", "twice_dkdv", "twice_dq"), tile)):
             q, k, v = leaves[:3]
             if packed:
                 out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)
@@ -327,7 +328,7 @@ def test_few_keys_in_boxes(flags: dict[str, Any]) -> None:
     torch.manual_seed(0)
     tile = configs.Config(16, 16, 4, 1, boxes=True, hold_queries=True, joined=True, heads_per_wave=1)
     q, k, v = torch.randn(2, 4, 37, 16), torch.randn(2, 2, 29, 16), torch.randn(2, 2, 29, 16)
-    with configs.overridden({"forward": tile}):
+    with overridden({"forward": tile}):
         out, lse = tilewise.attention(q, k, v, **flags, return_lse=True, backend="triton")
     wide = (x.double() for x in (q, k, v))
     want, want_lse = tilewise.attention(*wide, **flags, return_lse=True, backend="reference")

@@ -6,8 +6,7 @@ behind rows and constants are in bench/results/triton-tiles.csv; the id is "tabl
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -323,7 +322,8 @@ _LATENT_HOPPER: dict[int, tuple[Config, ...]] = {
     512: (Config(64, 64, 8, 2, descriptors=True),),
 }
 
-# The rows replaced at present; the last of the list count. In all threads: autograd runs a backward in its own.
+# The rows replaced at present (tilewise.testing.tiles); the last of the list count. In all threads: autograd runs a
+# backward in its own.
 _overrides: list[Mapping[Pass, Config]] = []
 
 
@@ -376,16 +376,6 @@ def _plain_table(device: DeviceSpec) -> dict[Pass, Table]:
 def overrides() -> Mapping[Pass, Config] | None:
     """The rows replaced at present, if any."""
     return _overrides[-1] if _overrides else None
-
-
-@contextlib.contextmanager
-def overridden(configs: Mapping[Pass, Config]) -> Iterator[None]:
-    """Replace the configurations of some passes within a block, for experiments; in every thread."""
-    _overrides.append(configs)
-    try:
-        yield
-    finally:
-        _overrides.pop()
 
 
 @at_run_time

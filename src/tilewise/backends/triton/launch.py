@@ -7,7 +7,7 @@ kernels. Nothing here waits for the device, so calls can be captured in a CUDA g
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -74,18 +74,6 @@ COMBINED_ELEMENTS = 8192
 MAX_GRID_SIDE = 65535
 
 
-class TunablePass(Pass):
-    """A pass that declines while tiles are overridden for an experiment."""
-
-    __slots__ = ()
-
-    def __call__(
-        self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, sized: Any = None
-    ) -> list[Tensor] | None:
-        """The results, or None."""
-        return super().__call__(tensors, places, sized) if configs.overrides() is None else None
-
-
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
     """(out, lse) of canonical operands."""
     operands = ready(problem, operands)
@@ -112,7 +100,7 @@ def bind_forward(problem: AttentionProblem, operands: Operands, *, want_lse: boo
 def _bindable(problem: AttentionProblem) -> bool:
     """Whether a call only allocates results and launches: see run_forward and run_backward."""
     nothing = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
-    return not (nothing or problem.dropout > 0.0 or configs.overrides() is not None)
+    return not (nothing or problem.dropout > 0.0)
 
 
 def ready(problem: AttentionProblem, operands: Operands) -> Operands:
@@ -138,15 +126,11 @@ def _filled(seed: Tensor, where: torch.device) -> Tensor:
     return there
 
 
+@functools.lru_cache(maxsize=MAX_PASSES)
 def forward_pass(
-    problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, want_lse: bool = True
+    problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
 ) -> Pass:
-    """The pass, prepared by the first call that needs it. Not cached while tiles are overridden."""
-    prepare = _kept_forward if configs.overrides() is None and not problem.is_traced else _prepare_forward
-    return prepare(problem, device, index, views, want_lse)
-
-
-def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool) -> Pass:
+    """The pass, prepared by the first call that needs it."""
     views = named_views(Operands._fields, raw)
     results = {name: made for name, made in result_allocations(problem).items() if name not in views}
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
@@ -156,14 +140,7 @@ def _prepare_forward(problem: AttentionProblem, device: DeviceSpec, index: int, 
     workspace = Allocation.contiguous((elements + 4,), torch.float32) if elements else None
     made = launching.in_layout(problem, results) | {"workspace": workspace}
     read = ("out", "lse") if want_lse else ("out",)
-    return _kind()(calls, Operands._fields, made, device, index, read=read, copied=_copied_sinks(views))
-
-
-_kept_forward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_forward)
-
-
-def _kind() -> type[Pass]:
-    return TunablePass if configs.overrides() is None else Pass
+    return Pass(calls, Operands._fields, made, device, index, read=read, copied=_copied_sinks(views))
 
 
 def _copied_sinks(views: Views) -> dict[str, torch.dtype]:
@@ -295,23 +272,16 @@ def zero_gradients(problem: AttentionProblem, operands: Operands, wanted: Wanted
     return Gradients(q, k, v, dbias if wanted.dbias else None, dsinks if wanted.dsinks else None)
 
 
-def backward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, views: RawViews, wanted: Wanted) -> Pass:
-    """The pass, prepared by the first call that needs it. Not cached while tiles are overridden."""
-    prepare = _kept_backward if configs.overrides() is None and not problem.is_traced else _prepare_backward
-    return prepare(problem, device, index, views, wanted)
-
-
-def _prepare_backward(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
+@functools.lru_cache(maxsize=MAX_PASSES)
+def backward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
+    """The pass, prepared by the first call that needs it."""
     views = named_views(BACKWARD_GIVEN, raw)
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
     calls, gradients = backward_calls(problem, device, views, wanted), gradient_allocations(plan, views, wanted)
     workspace = Allocation.contiguous((workspace_words(plan),), torch.float32)
     made = launching.in_layout(problem, gradients) | {"workspace": workspace}
     read = (*gradients, "workspace") if wanted.dsinks else tuple(gradients)
-    return _kind()(calls, GIVEN, made, device, index, read=read, copied=_copied_sinks(views))
-
-
-_kept_backward = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_backward)
+    return Pass(calls, GIVEN, made, device, index, read=read, copied=_copied_sinks(views))
 
 
 def gradient_allocations(

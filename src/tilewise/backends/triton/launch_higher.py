@@ -59,7 +59,7 @@ def forward_tangent(
     if is_exact(problem):  # the tangents of scores that P is not recomputed from
         known = None
     given = (*_inputs(problem, operands), *tangents, *(known or (None, None)))
-    made = launching.bound_to(_pass("tangent"), problem, given, operands.q).run(given)
+    made = launching.bound_to(tangent_pass, problem, given, operands.q).run(given)
     dot_out, dot_lse = launching.heads_first(problem, made["dot_out"]), made["dot_lse"]
     nothing = problem.batch == 0 or problem.seqlen_q == 0
     if nothing:
@@ -92,7 +92,7 @@ def backward_twice(
     dout, out, dot_out = (t if t.stride(-1) == 1 else t.contiguous() for t in (dout, out, dot_out))
     given = (dout, dlse, out, lse, dot_out, dot_lse, *_inputs(problem, operands), *tangents)
     order = launch.pages_in_order(problem, operands, wanted)
-    made = launching.bound_to(_pass("twice"), problem, given, operands.q, wanted).run((*given, *order))
+    made = launching.bound_to(twice_pass, problem, given, operands.q, wanted).run((*given, *order))
     dq, dk, dv = launch.row_gradients(problem, made)
     dsinks = None
     if wanted.dsinks:
@@ -103,13 +103,9 @@ def backward_twice(
     return Gradients(dq, dk, dv, dbias=dbias, dsinks=dsinks)
 
 
-def _pass(name: str) -> Any:
-    """How a pass is prepared: cached, but not while tiles are overridden."""
-    kept, prepared = {"tangent": (_kept_tangent, _prepare_tangent), "twice": (_kept_twice, _prepare_twice)}[name]
-    return kept if configs.overrides() is None else prepared
-
-
-def _prepare_tangent(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> Pass:
+@functools.lru_cache(maxsize=MAX_PASSES)
+def tangent_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> Pass:
+    """The pass, prepared by the first call that needs it."""
     given = (*TANGENT_GIVEN, *PLAIN)
     views = named_views(given, raw)
     known = "out" in views
@@ -120,9 +116,6 @@ def _prepare_tangent(problem: AttentionProblem, device: DeviceSpec, index: int, 
     workspace = Allocation.contiguous((words,), torch.float32) if words else None
     made = launching.in_layout(problem, results) | {"workspace": workspace}
     return Pass(calls, given, made, device, index, read=RESULTS, copied=copied(views))
-
-
-_kept_tangent = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_tangent)
 
 
 def copied(views: Views) -> dict[str, torch.dtype]:
@@ -164,7 +157,9 @@ def tangent_calls(
     return [list_call(problem, launch.WORK, config.block_m, together=walked_together(plan, direction)), call]
 
 
-def _prepare_twice(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
+@functools.lru_cache(maxsize=MAX_PASSES)
+def twice_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
+    """The pass, prepared by the first call that needs it."""
     views = named_views(TWICE_GIVEN, raw)
     plan = plan_for(problem, device, "cu_seqlens_q" in views)
     gradients = launch.gradient_allocations(plan, views, wanted, "twice_dbias")
@@ -174,9 +169,6 @@ def _prepare_twice(problem: AttentionProblem, device: DeviceSpec, index: int, ra
     given = (*TWICE_GIVEN, "order", "page_ends")
     calls = twice_calls(problem, device, views, wanted)
     return Pass(calls, given, made, device, index, read=read, copied=copied(views))
-
-
-_kept_twice = functools.lru_cache(maxsize=MAX_PASSES)(_prepare_twice)
 
 
 def twice_calls(

@@ -252,11 +252,11 @@ class Plan(NamedTuple):
 
 
 def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str = "ieee") -> Plan:
-    """The plan for a problem, without tensors. Cached unless tiles are overridden for an experiment."""
-    keeps = configs.overrides() is None and not problem.is_traced
-    return (_kept_plan if keeps else _plan)(problem, device, packed_q, precision)
+    """The plan for a problem, without tensors."""
+    return (_plan.__wrapped__ if problem.is_traced else _plan)(problem, device, packed_q, precision)
 
 
+@functools.lru_cache(maxsize=4096)
 def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str) -> Plan:
     left, right = problem.band
     traits = traits_of(problem, device, packed_q=packed_q, precision=precision, interpreted=interpreted())
@@ -318,9 +318,6 @@ def _fixed_splits(plan: Plan) -> int:
         seen = min(seen, left + plan.sizes.seqlen_q + plan.decode_config.block_n)
     splits: int = triton.cdiv(max(seen, 1), SPLIT_KEYS)
     return splits
-
-
-_kept_plan = functools.lru_cache(maxsize=4096)(_plan)
 
 
 def traits_of(
