@@ -209,7 +209,10 @@ class Form:
         present = self._signature.present(tensors)
         for known in self._plans:
             measure, plan = known
-            sized = measure(*present, *lengths)
+            try:
+                sized = measure(*present, *lengths)
+            except ArithmeticError:  # before the comparison that refuses these sizes
+                continue
             if sized is not None:
                 if known is not self._plans[0]:  # the next call most often uses it, too
                     self._plans = [known, *[other for other in self._plans if other is not known]]

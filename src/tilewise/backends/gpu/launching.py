@@ -273,10 +273,14 @@ class Pass:
         """The launches of a call. `is_spare`: their memory is lent until they have started."""
         if self._lay_out is None:
             numbers = self._write(self._named(tensors)) or numbers
-        if is_spare and self._spare:
-            blocks = self._spare.pop()
-        else:
-            blocks = [launch.block() for launch in self._launches] if self._is_direct else []
+        blocks: Sequence[Block] = []
+        if is_spare:
+            try:
+                blocks = self._spare.pop()
+            except IndexError:  # all are lent
+                blocks = []
+        if not blocks and self._is_direct:
+            blocks = [launch.block() for launch in self._launches]
         try:
             fits = self._lay_out(numbers, key, blocks)
         except struct.error:  # a number takes more bits than in the calls for which the kernels were compiled
