@@ -269,7 +269,8 @@ def test_boxes(causal: bool, joined: bool, most_programs: int, monkeypatch: pyte
     want = tilewise.attention_varlen(row_q, row_k, row_v, starts, starts, causal=causal, backend="reference")
     torch.testing.assert_close(packed[:38].double(), want[:38], rtol=0, atol=2e-6)
     assert not packed[55:].any()
-    assert [call.result["q_desc"] is not None for call in made] == [True] * 4  # and not by pointers
+    assert len(made) >= 4
+    assert all(call.result["q_desc"] is not None for call in made)  # and not by pointers
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only in the interpreter")
