@@ -182,6 +182,8 @@ def test_whole_tiles_with_masks_of_heads(head_dim: int, kv_heads: int) -> None:
         assert not got[1][:, :, ::97].any()
 
 
+# Importing torch's compiler warns about its own use of torch.jit.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_writes_that_torch_does_not_count_reach_no_kernel() -> None:
     """Numbers without bits would make kernels read other memory."""
     mask = holes(1, 2, LENGTH, LENGTH)
