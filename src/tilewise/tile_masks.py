@@ -430,6 +430,9 @@ class TileMask:
         if partial.shape[2] * rows < lengths[0] or partial.shape[3] * cols < lengths[1]:
             fix = "A slice of a BlockMask keeps the lengths of the whole: set its seq_lengths, too."
             raise InvalidProblem("block_mask", f"blocks for seq_lengths {lengths}", tuple(partial.shape[2:]), fix)
+        if getattr(block_mask.mask_mod, "__name__", "") == "_sliced_mask_mod_error":  # torch's, which raises
+            fix = "Set the part's mask_mod to one for its own positions, and set its seq_lengths, too."
+            raise InvalidProblem("block_mask", "a BlockMask with a mask_mod", "a slice of one, which has none", fix)
         full = torch.zeros_like(partial)
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
             full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
