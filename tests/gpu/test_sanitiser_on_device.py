@@ -29,7 +29,10 @@ def sanitiser() -> str:
 
 
 def sanitised(tool: str, which: str) -> subprocess.CompletedProcess[str]:
-    command = [sanitiser(), "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, str(CASES), which]
+    """The cases under the tool. What the driver's own calls return is not its business here: tilewise and torch check it,
+    and Triton 3.9 asks on purpose for an attribute of kernels that older drivers refuse."""
+    judged = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    command = [sanitiser(), "--tool", tool, *judged, "--error-exitcode", str(FOUND), sys.executable, str(CASES), which]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
