@@ -29,8 +29,9 @@ def sanitiser() -> str:
 
 
 def sanitised(tool: str, which: str) -> subprocess.CompletedProcess[str]:
-    """The cases under the tool. What the driver's own calls return is not its business here: tilewise and torch check it,
-    and Triton 3.9 asks on purpose for an attribute of kernels that older drivers refuse."""
+    """The cases under the tool. It need not judge what calls of the driver return: tilewise and torch check that, and
+    Triton 3.9 asks on purpose for an attribute of kernels that older drivers refuse.
+    """
     judged = ["--report-api-errors", "no"] if tool == "memcheck" else []
     command = [sanitiser(), "--tool", tool, *judged, "--error-exitcode", str(FOUND), sys.executable, str(CASES), which]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
