@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -126,13 +127,13 @@ def test_caches_are_read_and_written_in_place(name: str, module: Any) -> None:
 
 
 OUTSIDE: dict[str, tuple[dict[str, Any], str]] = {
-    "a page too high": ({"block_table": int32([1, 3], [5, 12])}, "block_table: expected positions below 48"),
-    "a page far away": ({"block_table": int32([1, 3], [5, 2**30])}, "block_table: expected positions below 48"),
-    "a page below 0": ({"block_table": int32([1, -1], [5, 0])}, "block_table: expected positions below 48"),
-    "a length too high": ({"cache_seqlens": int32(6, 8)}, "cache_seqlens: expected positions below 8"),
+    "a page too high": ({"block_table": int32([1, 3], [5, 12])}, "block_table: expected from 0 to 47"),
+    "a page far away": ({"block_table": int32([1, 3], [5, 2**30])}, "block_table: expected from 0 to 47"),
+    "a page below 0": ({"block_table": int32([1, -1], [5, 0])}, "block_table: expected from 0 to 47"),
+    "a length too high": ({"cache_seqlens": int32(6, 8)}, "cache_seqlens: expected from 0 to 7"),
     "a short table of angles": (
         {"rotary_cos": ROTARY["rotary_cos"][:6], "rotary_sin": ROTARY["rotary_sin"][:6]},
-        "rotary_cos: expected positions below 6",
+        "rotary_cos: expected from 0 to 5",
     ),
 }
 
@@ -148,6 +149,39 @@ def test_pages_that_do_not_exist_are_named_before_rows_are_scattered(name: str) 
     torch.cuda.synchronize()
     assert torch.equal(k_cache.cpu(), CACHE.reshape(12, 4, 2, 8))
     assert torch.equal(v_cache.cpu(), CACHE.reshape(12, 4, 2, 8))
+
+
+def test_lengths_past_the_table_are_refused_as_in_flash_attn(
+    no_waiting: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Nothing is appended, so nothing is written: flash-attn 2 reads these lengths, flash-attn 3 does not wait."""
+    pages, table = CACHE.reshape(12, 4, 2, 8).cuda(), int32([1, 3], [5, 0]).cuda()
+    q, lengths = randn(2, 1, 4, 8).cuda(), int32(8, 9).cuda()
+    with pytest.raises(RuntimeError, match=r"cache_seqlens: expected from 0 to 8.*block_table"):
+        flash_attn.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths, block_table=table)
+    flash_attn.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths.clamp(max=8), block_table=table)
+    flash_attn_interface.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths - 1, page_table=table)
+    with no_waiting():
+        flash_attn_interface.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths - 1, page_table=table)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_long_latents_are_refused_when_they_are_asked_for(packed: bool) -> None:
+    q, qv, k, v = (randn(1, 5, *shape).bfloat16().cuda() for shape in ((16, 64), (16, 512), (1, 64), (1, 512)))
+    totals: Any = int32(0, 5).cuda()
+
+    def attend(q: Tensor) -> Any:
+        if not packed:
+            return flash_attn_interface.flash_attn_func(q, k, v, qv=qv)
+        packed_q, packed_k, packed_v, packed_qv = (t.flatten(0, 1) for t in (q, k, v, qv))
+        return flash_attn_interface.flash_attn_varlen_func(
+            packed_q, packed_k, packed_v, totals, totals, 5, 5, qv=packed_qv
+        )
+
+    out = attend(q.clone().requires_grad_())
+    assert torch.equal(out, attend(q))
+    with pytest.raises(tw.Unsupported, match="gradients take head_dim up to 512, not 576"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -81,9 +81,9 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "length of a fraction": (fa2, {"cache_seqlens": 3.0}, "cache_seqlens: expected the tokens already in the cache"),
     "lengths in fractions": (fa2, {"cache_seqlens": zeros(2)}, f"cache_seqlens: {INTEGERS} .2,."),
     "lengths of others": (fa2, {"cache_seqlens": int32(3, 3, 3)}, "cache_seqlens: expected a tensor of integers"),
-    "no such sequence": (fa2, {"cache_batch_idx": int32(0, 5)}, "cache_batch_idx: expected positions below 2"),
-    "before all sequences": (fa2, {"cache_batch_idx": int32(0, -1)}, "cache_batch_idx: expected positions below 2"),
-    "a full cache": (fa2, {"cache_seqlens": 8}, "positions below 8"),
+    "no such sequence": (fa2, {"cache_batch_idx": int32(0, 5)}, "cache_batch_idx: expected from 0 to 1"),
+    "before all sequences": (fa2, {"cache_batch_idx": int32(0, -1)}, "cache_batch_idx: expected from 0 to 1"),
+    "a full cache": (fa2, {"cache_seqlens": 8}, "from 0 to 7"),
     "a length past the end": (fa2, {"k": None, "v": None, "cache_seqlens": 9}, "at most 8"),
     "no length": (fa2, {"cache_seqlens": None}, "cache_seqlens"),
     "k alone": (fa2, {"v": None}, "both or neither"),
@@ -108,15 +108,19 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "v in k": (fa2, caches(BOTH, BOTH[..., :16]), f"v_cache: {OTHERS}"),
     "v in k and beyond": (fa2, caches(BOTH[..., :16], BOTH[..., 15:]), f"v_cache: {OTHERS}"),
     **{
-        f"page {page}": (fa2, PAGED | {"block_table": int32([0, 1], [2, page])}, "block_table: expected positions")
+        f"page {page}": (fa2, PAGED | {"block_table": int32([0, 1], [2, page])}, "block_table: expected from 0 to")
         for page in (6, -1, 2**30)
     },
     "an older page": (fa2, PAGED | {"block_table": int32([9, 1], [2, 3])}, "expected"),
     "a table of one dimension": (fa2, TABLED | {"block_table": int32(0, 1)}, "block_table: expected a tensor .batch"),
-    "page 6 of FA3": (fa3, PAGED | {"page_table": int32([0, 1], [2, 6])}, "page_table: expected positions below 24"),
+    "page 6 of FA3": (fa3, PAGED | {"page_table": int32([0, 1], [2, 6])}, "page_table: expected from 0 to 23"),
     "behind the pages": (
         fa2, PAGED | {"block_table": int32([0, 1], [2, 3]), "cache_seqlens": int32(5, 8)},
-        "cache_seqlens: expected positions below 8, the tokens of capacity",
+        "cache_seqlens: expected from 0 to 7, within the tokens of capacity",
+    ),
+    "more than the pages hold": (
+        fa2, PAGED | {"block_table": int32([0, 1], [2, 3]), "cache_seqlens": int32(5, 9), "k": None, "v": None},
+        "cache_seqlens: expected from 0 to 8, within the tokens of capacity.*more pages in block_table",
     ),
     **{
         f"{which}, {name}": (fa3, EIGHTS | {which: torch.ones(shape)}, f"{which}: expected .3, kv_heads. on cpu")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tilewise as tw
 from making import int32, randn
+from tilewise import dispatch
 from tilewise.integrations import flash_attn as fa2
 from tilewise.integrations import flash_attn_interface as fa3
 
@@ -132,6 +133,22 @@ def test_qv_of_a_latent(grad: bool) -> None:
         (got,) = torch.autograd.grad(out.square().sum(), latent)  # type: ignore[union-attr]
         dk, dv = torch.autograd.grad(want.square().sum(), (k, v))  # type: ignore[union-attr]
         close(got, torch.cat((dv, dk), -1))
+
+
+def test_qv_whose_gradient_nothing_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that require a gradient are attended to, as in FA3; asking for the gradient says why there is none."""
+    cpu = dispatch.load("cpu")
+    monkeypatch.setattr(cpu, "supports", lambda problem, _: "gradients are short" if problem.needs_grad else None)
+    monkeypatch.setattr(dispatch.load("reference"), "supports", lambda *_: "not today")
+    q, qv, k, v = randn(2, 3, 4, 24), randn(2, 3, 4, 40), randn(2, 5, 2, 24), randn(2, 5, 2, 40)
+    want = fa3.flash_attn_func(q, k, v, qv=qv)
+    for needy in (q, k, v, qv):
+        needy.requires_grad_()
+        out = fa3.flash_attn_func(q, k, v, qv=qv)
+        assert torch.equal(out, want)  # type: ignore[arg-type]
+        with pytest.raises(tw.Unsupported, match="gradients are short"):
+            out.sum().backward()  # type: ignore[union-attr]
+        needy.requires_grad_(False)
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -32,6 +32,8 @@ from tilewise.units import counted
 
 Lengths = int | Tensor
 LENGTHS = "An int for all sequences, or int32 (batch,)."
+CAPACITY = "tokens of capacity"
+ROOM = "Give the sequence more room in the cache, or more pages in block_table."
 Write = Callable[[], None]
 # K and V.
 Pair = tuple[Tensor, Tensor]
@@ -39,13 +41,17 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Store:
-    """Storage of keys and values: (batch_cache, capacity, kv_heads, dim), or pages if there is a table."""
+    """Storage of keys and values: (batch_cache, capacity, kv_heads, dim), or pages if there is a table.
+
+    `reads_lengths`: lengths on a GPU are held against the table, too, for which the host waits.
+    """
 
     k: Tensor
     v: Tensor
     table: Tensor | None = None
     batch_idx: Tensor | None = None
     leftpad: Tensor | None = None
+    reads_lengths: bool = False
 
     def __post_init__(self) -> None:
         given = {"cache_batch_idx": self.batch_idx, "cache_leftpad": self.leftpad, "block_table": self.table}
@@ -223,6 +229,8 @@ def append_and_attend(
         _check_new(k, v, store, batch, cu_seqlens_k_new)
         write, q = _appending(store, q, k, v, total, rotary, batch, cu_seqlens_q, cu_seqlens_k_new)
         total = total + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
+    elif store.table is not None and isinstance(total, Tensor):
+        _check_bounds(_Bound("cache_seqlens", total, store.capacity + 1, CAPACITY, ROOM), read=store.reads_lengths)
     if qv is not None:
         if qv.shape[:-1] != q.shape[:-1] or qv.shape[-1] != store.v.shape[-1]:
             expected = f"shape {(*q.shape[:-1], store.v.shape[-1])}, q's with the columns of v_cache"
@@ -307,8 +315,7 @@ def _appending(
         sequence, position, k, v = sequence[inside], position[inside], k[inside], v[inside]
         turned = None if turned is None else (turned[0], turned[1][inside])
     slots = store.slots(sequence, position)
-    fix = "Give the sequence more room in the cache, or more pages in block_table."
-    bounds = [_Bound("cache_seqlens", position, store.capacity, "tokens of capacity", fix)]
+    bounds = [_Bound("cache_seqlens", position, store.capacity, CAPACITY, ROOM)]
     if store.table is not None:
         number = store.k.shape[0] * store.k.shape[1]
         bounds.append(_Bound("block_table", slots, number, "slots of all pages", "Name pages there are."))
@@ -427,7 +434,7 @@ def _check_bounds(*bounds: _Bound, read: bool = False) -> bool:
     for (name, _, bound, what, fix), first, last in zip(there, ends[::2], ends[1::2], strict=True):
         if first < 0 or last >= bound:
             fix = fix if first >= 0 else "Numbers are counted from 0; none is negative."
-            raise InvalidProblem(name, f"positions below {bound}, the {what}", first if first < 0 else last, fix)
+            raise InvalidProblem(name, f"from 0 to {bound - 1}, within the {what}", first if first < 0 else last, fix)
     return True
 
 

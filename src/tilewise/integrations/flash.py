@@ -33,6 +33,10 @@ Totals = tuple[Tensor, Tensor] | None
 Written = tuple[Tensor | None, Tensor | None, Tensor | None]
 # The width of the one-hot values of `S_dmask`: at most the largest head_dim that every backend takes.
 KEYS_PER_PASS = 256
+NO_FP8_GRADIENT = (
+    "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Detach q, k, v and their descales, or "
+    "pass bf16 or fp16 tensors"
+)
 Descale = Tensor | None
 Others = ParamSpec("Others")
 Three = tuple[Fp8Tensor, Fp8Tensor, Fp8Tensor]
@@ -279,38 +283,45 @@ class Descales(NamedTuple):
 def gradients_refused(
     attend: Callable[Concatenate[Tensor, Tensor, Tensor, Others], tuple[Tensor, Tensor]],
 ) -> Callable[Concatenate[Tensor, Tensor, Tensor, Others], tuple[Tensor, Tensor]]:
-    """Lets e4m3 q, k and v require a gradient as long as it is never asked for. Asking for it raises."""
+    """Lets tensors require a gradient that nothing can compute as long as it is never asked for: that of e4m3, or of
+    heads too long for this machine's backward. Asking for it raises.
+    """
 
     @functools.wraps(attend)
     def call(q: Tensor, k: Tensor, v: Tensor, /, *others: Others.args, **flags: Others.kwargs) -> tuple[Tensor, Tensor]:
+        added = [t for other in others for t in (other if isinstance(other, Descales) else (other,))]
+        inputs = [t for t in (q, k, v, *added) if isinstance(t, Tensor)]
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        reason = NO_FP8_GRADIENT
         if getattr(q, "dtype", None) is not E4M3:
-            return attend(q, k, v, *others, **flags)
+            try:
+                return attend(q, k, v, *others, **flags)
+            except Unsupported as refusal:
+                if not recorded:
+                    raise
+                reason = str(refusal)
         with torch.no_grad():
             out, lse = attend(q, k, v, *others, **flags)
-        factors = [factor for other in others if isinstance(other, Descales) for factor in other]
-        inputs = [t for t in (q, k, v, *factors) if isinstance(t, Tensor)]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-            out, lse = _Refusing.apply(out, lse, *inputs)  # type: ignore[no-untyped-call]
+        if recorded:
+            out, lse = _Refusing.apply(reason, out, lse, *inputs)  # type: ignore[no-untyped-call]
         return out, lse
 
     return call
 
 
 class _Refusing(torch.autograd.Function):
-    """Results that depend on FP8 inputs, but have no derivative."""
+    """Results that depend on their inputs, but have no derivative, and why."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        del ctx, inputs
+    def forward(ctx: Any, reason: str, out: Tensor, lse: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        del inputs
+        ctx.reason = reason
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> None:
-        del ctx, gradients
-        raise Unsupported(
-            "gradients through FP8 inputs are not computed: rounding to e4m3 has none. Detach q, k, v and their "
-            "descales, or pass bf16 or fp16 tensors"
-        )
+        del gradients
+        raise Unsupported(ctx.reason)
 
 
 def rescaled(out: Tensor, scale: Tensor | None) -> Tensor:

@@ -192,7 +192,7 @@ def fwd_kvcache(
     """[out, softmax_lse] of a cache, after k and v were appended to it."""
     del num_splits
     translation.require_tensors(q=q)
-    store = cache.Store(kcache, vcache, block_table, cache_batch_idx, leftpad_k)
+    store = cache.Store(kcache, vcache, block_table, cache_batch_idx, leftpad_k, reads_lengths=True)
     window_size = window_size_left, window_size_right
     flags = flash.flags_of(softmax_scale, is_causal, window_size, softcap, False, alibi_slopes=alibi_slopes)
     spread = flags["causal"] or flags["window"] is not None

@@ -198,7 +198,7 @@ def flash_attn_with_kvcache(
     """
     del num_splits
     translation.require_tensors(q=q)
-    store = cache.Store(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
+    store = cache.Store(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad, reads_lengths=True)
     flags = flash.flags_of(softmax_scale, causal, window_size, softcap, False, alibi_slopes=alibi_slopes)
     spread = flags["causal"] or flags["window"] is not None
     rotary = cache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, spread=spread)
