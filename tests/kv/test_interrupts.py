@@ -407,6 +407,10 @@ def test_an_interrupted_cache_is_copied(copied: Callable[[Any], Any]) -> None:
         world.live_on()
 
 
+def keyboard_interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_rescaled_pages_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Appending to e4m3 pages rescales the rows that are there. Half done, it cannot be repeated."""
     cache = tw.PagedKVCache(8, 4, 1, 1, 16, dtype=torch.float8_e4m3fn, device="cpu")
@@ -418,7 +422,7 @@ def test_rescaled_pages_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> N
     cache.step([request])
     with pytest.raises(tw.InvalidProblem, match="k: expected"):
         cache.append(torch.ones(2, 1, 16), torch.ones(2, 1, 16))
-    monkeypatch.setattr("tilewise.kv.cache.append_quantised", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("tilewise.kv.cache.append_quantised", keyboard_interrupt)
     with pytest.raises(KeyboardInterrupt):
         cache.append(torch.ones(1, 1, 16), torch.ones(1, 1, 16))
     monkeypatch.undo()
