@@ -219,6 +219,18 @@ def test_the_figures_of_the_h200_are_those_of_the_stored_runs() -> None:
                 assert cells[-1] == [f"{ratio:.2f}" for ratio in ratios]
 
 
+def test_the_ratios_of_masks_are_those_of_their_table() -> None:
+    """Of a tile mask and the call's own flag: from the least to the most, but for the one that is named."""
+    page = (ROOT / "docs" / "masks.md").read_text()
+    cells = re.findall(r"([\d.]+) / ([\d.]+)", page.split("| mask, as a tile mask")[1].split("\n\n")[0])
+    *ratios, most = sorted(float(mask) / float(flag) for mask, flag in cells)
+    shown = re.findall(
+        r"^Forward and backward take ([\d.]+) to ([\d.]+) times .*128 ([\d.]+) times", page, re.MULTILINE
+    )
+    assert shown == [(f"{ratios[0]:.2f}", f"{ratios[-1]:.2f}", f"{most:.2f}")]
+    assert len(cells) == 24
+
+
 def test_the_diagrams_are_what_their_script_draws(tmp_path: Path) -> None:
     folder = ROOT / "docs" / "images"
     spec = importlib.util.spec_from_file_location("diagrams", folder / "diagrams.py")

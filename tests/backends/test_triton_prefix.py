@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -232,6 +233,11 @@ def test_kernels_fit_the_device(device: str, dim: int, page_size: int, e4m3: boo
     for call in calls:
         compiled = compilation.compile_call(call, spec, -1)
         assert compiled.metadata.shared <= spec.smem_bytes
+        if joined:
+            # Every warp has read a row's own lse before one of them writes the merged one.
+            steps = re.findall(r"tt\.load|tt\.store|barrier\b", compiled.asm["ttir"])
+            last = len(steps) - 1 - steps[::-1].index("tt.load")
+            assert steps[last:] == ["tt.load", "barrier", "tt.store", "tt.store"]
     attended = calls[0].arguments
     # Whole tiles of a page come by TMA where there is any.
     assert (attended["k_desc"] is not None) == (device == "h200" and page_size == 64 and not e4m3)

@@ -333,7 +333,7 @@ BAD: dict[str, tuple[Callable[[PageBook, int], object], str]] = {
     "double free": (lambda book, _: book.free(0), "which is finished"),
     "fork of nothing": (lambda book, _: book.fork(-1), "request: expected"),
     "twice in a step": (lambda book, a: book.step([a, a]), "requests: expected each request once"),
-    "no tokens": (lambda book, _: book.add([]), "between 1 and max_seqlen = 16 tokens, got 0"),
+    "no tokens": (lambda book, _: book.add([]), "got 0. A prompt has at least one token."),
     "prompt too long": (lambda book, _: book.add([1] * 17), "between 1 and max_seqlen = 16 tokens, got 17"),
     "beyond the length": (lambda book, a: book.step([a], [13]), "at most max_seqlen = 16 tokens for request"),
     "beyond any number": (lambda book, a: book.step([a], [2**63 - 1]), "at most max_seqlen = 16 tokens for request 2"),
