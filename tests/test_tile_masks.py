@@ -377,14 +377,22 @@ def test_no_other_mask_is_made_of_one_that_was_written_into(use: Callable[[TileM
 
 
 @pytest.mark.parametrize("number", [2**30, -7, -(2**31), 2**31 - 1])
-def test_a_tile_that_names_no_bits_is_hidden_in_the_reference(number: int) -> None:
+def test_a_tile_that_names_no_bits_is_hidden_outside_of_kernels(number: int) -> None:
     """Writes through NumPy are not counted. tests/backends/guarded_memory.py has the same for the CPU's kernels."""
     q, mask = torch.randn(1, 1, 300, 8), random_mask(300, 300)
     hidden = mask.tiles.clone()
     hidden[..., 1] = EMPTY
-    wanted = tw.attention(q, q, q, mask=TileMask(hidden, mask.bits, 300, 300), backend="reference")
+    without, other = TileMask(hidden, mask.bits, 300, 300), random_mask(300, 300)
+    wanted = tw.attention(q, q, q, mask=without, backend="reference")
     mask.tiles.numpy()[..., 1] = number
     assert torch.equal(tw.attention(q, q, q, mask=mask, backend="reference"), wanted)
+    uses: tuple[Callable[[TileMask], TileMask], ...] = (
+        lambda mask: mask & other,
+        lambda mask: other | mask,
+        lambda mask: mask.cut((3, 290), (0, 300)),
+    )
+    for use in uses:
+        assert torch.equal(use(mask).dense(), use(without).dense())
 
 
 def test_writing_into_the_tensors_a_mask_was_made_of() -> None:

@@ -902,12 +902,13 @@ def _listed(count: Tensor, indices: Tensor) -> Tensor:
 
 
 def _bits_of(kinds: Tensor, bits: Tensor) -> Tensor:
-    """The bits of tiles of any kind."""
+    """The bits of tiles of any kind; as in kernels, a tile that names none is empty."""
     words = (1,) * (bits.dim() - 1)
     whole = (kinds == FULL).to(torch.int32).neg().view(-1, *words).expand(-1, *bits.shape[1:])
     if len(bits) == 0:
         return whole
-    return torch.where((kinds >= 0).view(-1, *words), bits[kinds.clamp_min(0).long()], whole)
+    has_bits = (kinds >= 0) & (kinds < len(bits))
+    return torch.where(has_bits.view(-1, *words), bits[torch.where(has_bits, kinds, 0).long()], whole)
 
 
 # Arguments

@@ -257,5 +257,7 @@ def is_visible(tiles: Tensor, bits: Tensor, b: Tensor, h: Tensor, i: Tensor, j: 
         return kinds == FULL
     # The words of a tile, and the side that shares them.
     at, shared = (i, j) if bits.dim() == 2 else (j, i)
-    words = bits.view(-1, WORDS, TILE)[kinds.clamp_min(0).long(), shared % TILE // WORD, at % TILE]
-    return (kinds == FULL) | ((kinds >= 0) & ((words >> (shared % WORD).int()) & 1).bool())
+    has_bits = (kinds >= 0) & (kinds < len(bits))
+    named = torch.where(has_bits, kinds, 0).long()
+    words = bits.view(-1, WORDS, TILE)[named, shared % TILE // WORD, at % TILE]
+    return (kinds == FULL) | (has_bits & ((words >> (shared % WORD).int()) & 1).bool())
