@@ -76,8 +76,8 @@ class Argument(NamedTuple):
     """A row. `calls` are the functions that take the argument, and `required` those that need it.
 
     Where it lands: `operands` are the tensors it becomes, `flags` the flags, in torch.library's schema syntax. An
-    argument without operands is an option: a number, a switch or a name, which `rule` checks. One that `is_factor`
-    multiplies or bounds scores, so fp32 must hold it.
+    argument without operands is an option: a number, a switch or a name, which `rule` checks; or it bounds lengths, and
+    is a size. One that `is_factor` multiplies or bounds scores, so fp32 must hold it.
 
     `foreign` are the names of other libraries, each with what to write here instead ("": this name and =). `elsewhere`
     ends the error of a call that does not take the argument. `cli` is the help text of `tilewise explain`'s option.
@@ -99,8 +99,8 @@ class Argument(NamedTuple):
 
     @property
     def is_option(self) -> bool:
-        """Whether it is a number, a switch or a name, which tensors have no part in."""
-        return bool(self.flags or self.rule) and not self.operands
+        """Whether it is a number, a switch or a name, which tensors and sizes have no part in."""
+        return bool(self.flags or self.rule) and not self.operands and self.rule is not _LONGEST
 
 
 def _tensor(name: str, *, beside: tuple[str, ...] = (), **row: Any) -> Argument:
