@@ -298,7 +298,8 @@ def _attend(
 
     `operands` are in the order of `Operands`, as the caller passes them; trailing Nones may be left out.
     """
-    tensors, about, groups = operands, (), None
+    tensors, groups = operands, None
+    about: tuple[Any, ...] = ()
     if len(operands) > MASK and (mask := operands[MASK]).__class__ is TileMask:
         tensors = (*operands[:MASK], None, *operands[MASK + 1 :], *mask.parts)
         about = (mask.promises,)
