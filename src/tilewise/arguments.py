@@ -1,8 +1,9 @@
 """The table of arguments: one row for each public argument of the calls. See docs/adding-a-feature.md.
 
-Made from it at import: the `torch.library` schemas, the options and flags, their rules, the fields of a problem that
-are numbers, the options of the command line, the names of other libraries, and what test cases pass and vary. The
-public functions are written out, for people and type checkers; tests/test_arguments.py holds them to the table.
+Made from it at import: what the public functions pass on, the `torch.library` schemas, the options and flags, their
+rules, the fields of a problem that are numbers, the options of the command line, the names of other libraries, and what
+test cases pass and vary. Signatures are written out, for people and type checkers; tests/test_arguments.py holds them
+to the table.
 """
 
 from __future__ import annotations
