@@ -25,6 +25,8 @@ from torch.utils._device import DeviceContext
 
 from tilewise import device, settings
 from tilewise.memory import LOWEST, are_there
+from tilewise.operands import NO_LENGTHS
+from tilewise.operands import Lengths as Lengths
 
 # Bounds host memory: a cached call takes a few KiB, more with bound passes. Argument buffers for further addresses are
 # bounded for all calls together (backends/gpu/launching.py).
@@ -41,10 +43,6 @@ _num_function_modes = torch._C._len_torch_function_stack  # noqa: SLF001
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
 _is_deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001
 _address = Tensor.data_ptr
-
-# The bounds on lengths that a caller passes, in the order of `operands.LENGTHS`: sizes that no tensor has.
-Lengths = tuple[int | None, ...]
-NO_LENGTHS: Lengths = (None, None, None, None)
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 # Addresses of tensors.

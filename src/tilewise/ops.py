@@ -626,16 +626,11 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
     define(f"{kind}_logits", f"({given}) -> (Tensor out, {logits})", _forward, _forward_fake, 3, kind)
     define(f"{kind}_out", f"({given}, Tensor(a!) out) -> ({logits})", _forward_out, _forward_out_fake, kind)
     define(f"{kind}_backward", f"({saved}, {given}) -> ({gradients})", _backward, _backward_fake, kind)
-    for name in (kind, f"{kind}_logits"):
-        torch.library.register_autograd(
-            f"tilewise::{name}",
-            functools.partial(_autograd, kind),
-            setup_context=lambda ctx, inputs, output: _save(kind, ctx, inputs, output),
-            lib=library,
-        )
+    for suffix in ("", "_logits"):
+        derivatives.differentiate(library, kind, suffix, _save, _autograd)
     for suffix, asked in (("out", "out="), ("logits", "return_max_logits=True")):
         refuse_it = functools.partial(lambda name, *_: _refuse_transforms(name, dual=True), asked)
-        torch.library.register_vmap(f"tilewise::{kind}_{suffix}", refuse_it, lib=library)
+        library.impl(f"{kind}_{suffix}", refuse_it, "FuncTorchBatched")
     rule = functools.partial(batching.vmapped, operand_names(kind), kind, "")
     torch.library.register_vmap(f"tilewise::{kind}", rule, lib=library)
     derivatives.register(library, kind)

@@ -272,9 +272,9 @@ def test_repeated_calls_follow_the_number_of_threads(monkeypatch: pytest.MonkeyP
     """Also where the plan was made, and kept, for another number."""
     used, plain = [], threads.run
 
-    def run(address: int, block: Any, count: int) -> None:
+    def run(program: cache.Program, block: Any, count: int) -> None:
         used.append(count)
-        plain(address, block, count)
+        plain(program, block, count)
 
     monkeypatch.setattr(threads, "run", run)
     given = (torch.randn(1, 8, 512, 64), torch.randn(1, 8, 512, 64), torch.randn(1, 8, 512, 64))

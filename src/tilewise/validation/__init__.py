@@ -19,7 +19,7 @@ from tilewise import settings
 from tilewise.arguments import ROWS
 from tilewise.errors import InvalidProblem
 from tilewise.memory import Reader, check_allocated, check_there
-from tilewise.operands import Flags, Operands, Options
+from tilewise.operands import NO_LENGTHS, Flags, Lengths, Operands, Options
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names
 from tilewise.subclasses import check_class
@@ -81,6 +81,7 @@ def checked(
     kind: Kind,
     operands: Operands,
     options: Options,
+    lengths: Lengths = NO_LENGTHS,
     seed: int | Tensor | None = None,
     *,
     cast: bool = True,
@@ -101,7 +102,7 @@ def checked(
         q, k, v = autocast(q, k, v)
     if needs_grad is None:
         needs_grad = any_needs_grad(q, k, v, operands.bias, operands.sinks)
-    flags = normalise(options, needs_grad=needs_grad)
+    flags = normalise(options, lengths, needs_grad=needs_grad)
     if flags.batch_invariant:
         _check_bounds(operands, flags)
     if tile_mask is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
 from tilewise.operands import Flags, Operands
 from tilewise.problem import AttentionProblem
 from tilewise.totals import check_totals, longest_of
+
+if TYPE_CHECKING:
+    # numpy.typing is slow to import.
+    from numpy.typing import NDArray
 
 
 def longest_sequences(operands: Operands, flags: Flags) -> Flags:

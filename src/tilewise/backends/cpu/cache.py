@@ -8,6 +8,7 @@ every process, with one warning.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -53,9 +54,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class Program(NamedTuple):
-    """Machine code in memory, owned by the engine."""
+    """Machine code in memory, owned by the engine, and the function that takes the address of a parameter block."""
 
     address: int
+    run: Callable[[int], None]
     engine: Any
 
 
@@ -229,4 +231,5 @@ def _into_memory(name: str, code: bytes) -> Program:
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return Program(engine.get_function_address(symbol(name)), engine)
+    address = engine.get_function_address(symbol(name))
+    return Program(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), engine)

@@ -430,7 +430,7 @@ class Run(NamedTuple):
             partials = allocate((num_partials * partial_bytes,), (1,), torch.uint8)
             done = torch.zeros(num_partials, dtype=torch.int64, device="cpu")
             values[f.PARTIALS], values[f.DONE] = partials.data_ptr(), done.data_ptr()
-        (interrupts if is_long else threads).run(program(name).address, values, count)
+        (interrupts if is_long else threads).run(program(name), values, count)
 
 
 class Kernel:
