@@ -103,17 +103,12 @@ def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled
     assert compiled[before:] == ["forward_kernel"]
 
 
-def laid_out(bound: Any, numbers: Any, tensors: Sequence[Tensor | None]) -> list[bytes]:
-    """What the driver gets for launches with certain numbers, at made-up addresses."""
-    bound._names = None
-    key = tuple(range(4096, 4096 * 30, 4096))[: 1 + len(bound._named(tensors))]
-    blocks = bound._laid_out(numbers, key, tensors, is_spare=False)
-    parts = []
-    for launch, block in zip(bound._launches, blocks, strict=True):
-        begin = driver.WORD * (len(launch.values) + driver.NUM_SCRATCH)
-        parts.append(block.memory.raw[begin : begin + launch.packing.size])
-        parts += [ctypes.string_at(ctypes.addressof(a.word) - driver.WORD, driver.MAP_BYTES) for a in block.maps]
-    return parts
+def launched(bound: Any, sized: Any, given: Sequence[Tensor | None]) -> list[bytes]:
+    """What the driver reads for the launches of a call, made-up addresses aside: parameters and configurations."""
+    fake, seen = driver._entry("cuLaunchKernelEx"), list[bytes]()
+    del fake
+    bound(given, None, sized)
+    return seen
 
 
 @pytest.mark.parametrize("which", [HOPPER, TRITON], ids=lambda backend: backend.name)

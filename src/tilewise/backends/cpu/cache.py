@@ -13,19 +13,19 @@ import hashlib
 import importlib
 import os
 import platform
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
-from tilewise import settings
+from tilewise import machine_code, settings
 from tilewise.backends.cpu import objects
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.private_folder import PrivateFolder, UntrustedFolder
+from tilewise.machine_code import Loaded
 from tilewise.version import __version__
 
 # Entry points; the module is imported only to compile.
@@ -46,17 +46,6 @@ SUFFIX = ".tilewise-cpu"
 DIGEST_BYTES = 32
 # How long a process waits for another one that compiles, before it compiles too.
 PATIENCE_SECONDS = 30.0
-# LLVM's global context takes one thread at a time. fork() waits for the lock, else the child would find it locked.
-_lock = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
-
-
-class Program(NamedTuple):
-    """Machine code in memory, owned by the engine."""
-
-    address: int
-    engine: Any
 
 
 def programs() -> tuple[str, ...]:
@@ -86,7 +75,7 @@ def fingerprint() -> str:
         str(binding.llvm_version_info),
     ):
         digest.update(part.encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in (*sorted(Path(__file__).parent.glob("*.py")), Path(machine_code.__file__)):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:20]
 
@@ -128,14 +117,14 @@ def warmup(progress: Callable[[str, int, int], None]) -> None:
 
 
 @functools.cache
-def program(name: str) -> Program:
+def program(name: str) -> Loaded:
     """A program ready to run, from this process, from disk, or compiled now."""
-    with _lock:
+    with machine_code.lock:
         return _loaded(name)
 
 
 @functools.cache
-def _loaded(name: str) -> Program:
+def _loaded(name: str) -> Loaded:
     folder = _open_folder()
     if folder is None:
         return _into_memory(name, _compiled(name))
@@ -173,7 +162,7 @@ def _compiled(name: str) -> bytes:
     return compile_object(getattr(importlib.import_module(PROGRAMS[name]), name))
 
 
-def _kept(folder: PrivateFolder, name: str) -> Program | None:
+def _kept(folder: PrivateFolder, name: str) -> Loaded | None:
     """A program from disk, if its file exists, is complete, and matches its name."""
     content = folder.read(file_name(name))
     if content is None:
@@ -222,11 +211,5 @@ def symbol(name: str) -> str:
     return f"tilewise_{name}"
 
 
-def _into_memory(name: str, code: bytes) -> Program:
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    machine = binding.Target.from_default_triple().create_target_machine(jit=True, codemodel="jitdefault", reloc="pic")
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-    engine.add_object_file(binding.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    return Program(engine.get_function_address(symbol(name)), engine)
+def _into_memory(name: str, code: bytes) -> Loaded:
+    return machine_code.load(code, symbol(name))
