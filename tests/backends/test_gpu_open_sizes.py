@@ -41,7 +41,9 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every device is an H200, and a compiled kernel is only told apart from others."""
 
     def compile_call(call: Any, _device: Any, _index: int, types: Any) -> Any:
-        about = SimpleNamespace(num_warps=4, shared=0, tensordesc_meta=[{}] * 32)
+        ranks = [kind[: kind.index("]")].count(",") + 1 for kind in driver.kinds_of(types.signature) if "[" in kind]
+        maps = [{"block_size": [1] * rank, "swizzle": 0} for rank in ranks]
+        about = SimpleNamespace(num_warps=4, shared=0, tensordesc_meta=maps)
         made = SimpleNamespace(metadata=about, function=1, run=None)
         return KNOWN.setdefault((call.kernel, types, tuple(call.options.items())), made)
 

@@ -28,7 +28,7 @@ from tilewise.backends.gpu.compilation import MAX_COMPILED, TILE, compile_call, 
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
 from tilewise.device import DeviceSpec
 from tilewise.native import Frame, Plan
-from tilewise.symbolic import Number
+from tilewise.symbolic import Number, smallest
 
 LIBRARY = "libcuda.so.1"
 SIZES = {"i32": 4, "fp32": 4}
@@ -99,10 +99,10 @@ def _encoded(tile: Tile) -> tuple[Any, ...]:
 
 
 def _span(tile: Tile, words: Sequence[Any]) -> Any:
-    """Bytes from the first element of a tensor map to behind its last one."""
+    """Bytes from the first element of a tensor map to behind its last one, or any number from SMALL_BYTES on."""
     rank = len(tile.shape)
     pairs = zip(words[:rank], (tile.address.dtype.itemsize, *words[rank:]), strict=True)
-    return sum([(size - 1) * stride for size, stride in pairs], 1)
+    return sum([smallest(size - 1, SMALL_BYTES) * smallest(stride, SMALL_BYTES) for size, stride in pairs], 1)
 
 
 def refused(plan: Plan, frame: Frame, call: int) -> RuntimeError:
