@@ -5,6 +5,7 @@ What a plan computes in machine code is compared with the same program in Python
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -15,9 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tilewise import machine_code, symbolic
+from tilewise import executor, machine_code, native, symbolic
 from tilewise.native import Filled, Plan
-from tilewise.symbolic import NotTraceableError, Number, Sketch, Trace, at_run_time, fixed, largest, numbers_in, smallest
+from tilewise.symbolic import (
+    NotTraceableError,
+    Number,
+    Sketch,
+    Trace,
+    at_run_time,
+    fixed,
+    largest,
+    numbers_in,
+    smallest,
+)
 
 NAMES = ("a", "b", "c")
 # Where 32 and 64 bits, and the integers that a float holds exactly, end.
@@ -74,7 +85,7 @@ def program(seed: int) -> Callable[..., Any]:
             elif kind == 15:
                 known.append((x >> (y & 127)) + (n << (x % 5)))
             elif kind == 16:
-                known.append(x.bit_length() if not x.__class__ is bool else n)
+                known.append(x.bit_length() if x.__class__ is not bool else n)
             elif kind == 17:
                 known.append(smallest(x, n, largest(y, 3)))
             elif kind == 18:
@@ -152,7 +163,8 @@ def test_plans_compute_what_the_program_computes(seed: int) -> None:
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "+": lambda x, y: x + y, "-": lambda x, y: x - y, "*": lambda x, y: x * y, "//": lambda x, y: x // y,
     "%": lambda x, y: x % y, "<<": lambda x, y: x << y, ">>": lambda x, y: x >> y, "|": lambda x, y: x | y,
-    "&": lambda x, y: x & y, "/": lambda x, y: x / y, "bits": lambda x, y: x.bit_length() + y, "negated": lambda x, y: -x + y * 0,
+    "&": lambda x, y: x & y, "/": lambda x, y: x / y, "bits": lambda x, y: x.bit_length() + y,
+    "negated": lambda x, y: -x + y * 0,
     "smallest": smallest, "largest": largest, "float": lambda x, y: x * 1.0 - y, "mixed": lambda x, y: (x / 3) * y,
     "<": lambda x, y: (x < y, x)[0] and x, "<=": lambda x, y: x <= y and x, "==": lambda x, y: x == y and x,
     "float <": lambda x, y: x < y / 1 and y, "float ==": lambda x, y: x == y / 2 and y, ">": lambda x, y: x > y and x,
@@ -234,9 +246,9 @@ MADE: list[Callable[[Any], Any]] = [
 def test_sketches_are_like_tensors(make: Callable[[Any], Any]) -> None:
     plan = sketched(make, torch.empty(2, 5, 3, 8))
     others = [
-        torch.empty(2, 5, 3, 8), torch.empty(4, 1, 9, 8), torch.empty(0, 5, 3, 8), torch.empty(8, 3, 5, 2).transpose(0, 3),
-        torch.empty(2, 5, 3, 8).expand(2, 5, 3, 8), torch.empty(1).expand(7, 2**20, 3, 8),
-        torch.empty(1).as_strided((1, 1, 1, 8), (2**61, 2**40, 5, 0)),
+        torch.empty(2, 5, 3, 8), torch.empty(4, 1, 9, 8), torch.empty(0, 5, 3, 8),
+        torch.empty(8, 3, 5, 2).transpose(0, 3), torch.empty(2, 5, 3, 8).expand(2, 5, 3, 8),
+        torch.empty(1).expand(7, 2**20, 3, 8), torch.empty(1).as_strided((1, 1, 1, 8), (2**61, 2**40, 5, 0)),
     ]  # fmt: skip
     assert plan(others[:1]) == tuple(make(others[0]))
     for other in others:
@@ -257,6 +269,17 @@ def test_tensors_are_told_apart_and_their_storage_is_looked_at() -> None:
     assert plan([torch.empty(0, 4), tensors[1]]) is not None
     tensors[1].untyped_storage().resize_(0)
     assert plan(tensors) is None
+
+
+def test_a_torch_that_shows_no_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan applies to a tensor then; those of numbers alone work."""
+    monkeypatch.setattr(executor, "_readers", list)
+    loaded = machine_code.load(machine_code.object_of(executor._module()), executor.SYMBOL)
+    run = ctypes.PYFUNCTYPE(ctypes.c_int64)(loaded.address)
+    monkeypatch.setattr(native, "_executors", lambda: (run, run))
+    assert sketched(MADE[0], torch.empty(2, 5, 3, 8))([torch.empty(2, 5, 3, 8)]) is None
+    trace = Trace(lengths=["x"])
+    assert Filled(trace, (trace.length("x", 3) + 1,))((), (5,)) == (6,)
 
 
 def test_functions_for_run_time() -> None:

@@ -82,7 +82,8 @@ class Signature:
         self._distinct = _picker(distinct)
         sizes: list[list[int | None]] = [list(present[i].shape) for i in distinct]
         strides: list[list[int | None]] = [list(present[i].stride()) for i in distinct]
-        self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
+        # None where all are open.
+        self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present] if is_open is None else None
         if is_open is not None:
             opened = [is_open[places[i]] for i in distinct]
             sizes = [
@@ -98,8 +99,10 @@ class Signature:
             *[present[i] for i in distinct], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
         ).check
 
-    def present(self, tensors: Sequence[Any]) -> Sequence[Any] | None:
-        """The tensors that are not None if all matches but addresses, else None."""
+    def matched(self, tensors: Sequence[Any]) -> Any:
+        """None if the signature does not match. Else the addresses of the tensors that are not None, or, where sizes
+        are open, these tensors: their plan reads the rest.
+        """
         if len(tensors) != self.count:
             return None
         if self._absent is not None:
@@ -117,17 +120,14 @@ class Signature:
         for tensor in distinct:
             if tensor is None or tensor.is_nested:
                 return None
-        return tensors if self._check(*distinct) else None
-
-    def places(self, tensors: Sequence[Any]) -> Places | None:
-        """The addresses of the tensors that are not None if the signature matches, else None."""
-        present = self.present(tensors)
-        if present is None:
+        if not self._check(*distinct):
             return None
-        places = tuple(map(_address, present))
+        if self._offsets is None:
+            return tensors
+        places = tuple(map(_address, tensors))
         # If storage was freed, the call is validated, which names the tensor. Compared here to save a Python call.
         filled = places if self._filled is None else self._filled(places)
-        if min(filled) < LOWEST and not are_there(present, places):
+        if min(filled) < LOWEST and not are_there(tensors, places):
             return None
         if len(places) > 2 and (places[1] == places[2]) is not self._latent:
             return None
@@ -178,11 +178,11 @@ class Form:
 
     def takes(self, tensors: Sequence[Any]) -> bool:
         """Whether such a call is of this form."""
-        return self._signature.present(tensors) is not None
+        return self._signature.matched(tensors) is not None
 
     def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, None, Any] | None:
         """(plan, no addresses, what the plan needs for these sizes) of a call, or None."""
-        present = self._signature.present(tensors)
+        present = self._signature.matched(tensors)
         if present is None:
             return None
         for known in self._plans:
@@ -299,7 +299,7 @@ def slot_of(
                 if found is not None:
                     return found
         if last is not None and last.signature is not None and (last.groups is groups or last.groups == groups):
-            places = last.signature.places(tensors)
+            places = last.signature.matched(tensors)
             if places is not None and last.lengths == lengths:
                 return last, places, None
         return NOTHING if is_watched() else _looked_up(family, tensors, groups, lengths)
@@ -329,7 +329,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any, lengths: Len
         return NOTHING
     slot = _slot(family, groups, lengths, _is_latent(places), *looks)
     # Rebuilt where the guards reject tensors with an equal key: autocast, inference mode, or other tensors repeated.
-    if slot.signature is None or slot.signature.places(tensors) is None:
+    if slot.signature is None or slot.signature.matched(tensors) is None:
         slot.signature = Signature(tensors)
     family.last = slot
     return slot, tuple(places), None

@@ -240,24 +240,31 @@ def _tensor(s: _Step) -> None:
     b = s.b
     handle = b.bitcast(s.place(s.left), I8.as_pointer())
     kind = ir.FunctionType(I32, [I8.as_pointer(), I64.as_pointer().as_pointer()]).as_pointer()
-    for number, name in enumerate(("sizes", "strides", "data_ptr")):
-        ask = b.inttoptr(I64(_readers()[name]), kind)
+    readers = _readers()
+    if not readers:  # no plan applies to any tensor
+        b.branch(s.no)
+        return
+    for number, address in enumerate(readers):
+        ask = b.inttoptr(I64(address), kind)
         s.unless(b.icmp_signed("!=", b.call(ask, [handle, s.scratch]), I32(0)))
         first, found = b.add(s.out, b.mul(I32(number), s.right)), b.load(s.scratch)
-        if name == "data_ptr":
+        if number == 2:
             b.store(b.ptrtoint(found, I64), s.place(first))
-            return
-        with s.times(s.right) as i:
-            b.store(b.load(b.gep(found, [i])), s.place(b.add(first, i)))
+        else:
+            with s.times(s.right) as i:
+                b.store(b.load(b.gep(found, [i])), s.place(b.add(first, i)))
 
 
-@functools.cache
-def _readers() -> dict[str, int]:
-    """The addresses of the functions of torch's stable C interface that read a tensor."""
-    library = ctypes.PyDLL(torch._C.__file__)
-    names = ("sizes", "strides", "data_ptr")
-    found = {name: ctypes.cast(getattr(library, f"aoti_torch_get_{name}"), ctypes.c_void_p).value for name in names}
-    return {name: address or 0 for name, address in found.items()}
+def _readers() -> list[int]:
+    """The addresses of the functions of torch's stable C interface that read sizes, strides and address; none where its
+    libraries do not show them.
+    """
+    try:
+        library = ctypes.PyDLL(torch._C.__file__)  # noqa: SLF001
+        names = [f"aoti_torch_get_{name}" for name in ("sizes", "strides", "data_ptr")]
+        return [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names]
+    except (AttributeError, OSError):
+        return []
 
 
 def _same(s: _Step) -> None:

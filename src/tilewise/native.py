@@ -40,8 +40,9 @@ class Frame(NamedTuple):
 
 
 class Plan:
-    """Words and operations. Operations of the trace, if there is one, are there from the beginning; `operate`, `word`
-    and `words` add others until the first frame is made.
+    """Words and operations. Those of the trace, if there is one, are there from the beginning; `operate`, `word` and
+    `words` add others, until `finish`. `start`, called with a frame's `starting`, executes what was added, without the
+    GIL, because the driver may wait.
     """
 
     def __init__(self, trace: Trace | None = None, outputs: Sequence[Any] = (), needed: Sequence[Number] = ()) -> None:
@@ -170,7 +171,7 @@ class Plan:
         for operations in (self._computing, self._starting):
             operations.extend((OPCODES["end"], YES, 0, 0))
         # Compiled here, before the plan is used.
-        self._run, self._launch = _executors()
+        self._run, self.start = _executors()
         self._arguments = _argument(self._computing.buffer_info()[0]), _argument(self._starting.buffer_info()[0])
         return self
 
@@ -192,9 +193,9 @@ class Plan:
         trace, and plain; `lengths` may hold others than the trace's.
         """
         frame = self.frame()
-        given = [tensor._cdata for tensor in tensors]
+        given = [tensor._cdata for tensor in tensors]  # noqa: SLF001  (the object in C++)
         if self._lengths:
-            given += [lengths[i] for i in self._lengths]  # type: ignore[misc]
+            given += [lengths[i] for i in self._lengths]
         try:
             self._take(frame.words, 0, *given)
             status = self._run(*frame.measuring)
@@ -220,7 +221,7 @@ class Plan:
         ]
         try:
             found = asked.function(*given)
-        except Exception:  # noqa: BLE001  (the long way raises it, with words for the caller)
+        except Exception:  # the long way raises it, with words for the caller
             return False
         found = found if isinstance(found, tuple) else (found,)
         if [type(value) for value in found] != [type(result.value) for result in asked.results]:
@@ -228,10 +229,6 @@ class Plan:
         now = [self.peek(frame, word, 1)[0] for word in words]
         struct.pack_into(f"={1 + len(now) + len(found)}q", frame.words, WORD * known, 1, *now, *map(bits_of, found))
         return True
-
-    def start(self, frame: Frame) -> int:
-        """Execute the operations that were added; without the GIL, because the driver may wait."""
-        return self._launch(*frame.starting)
 
     def read(self, frame: Frame) -> tuple[Any, ...]:
         """The outputs."""

@@ -439,7 +439,7 @@ def _exactly(given: Sequence[Any], lengths: calls.Lengths) -> calls.Measure:
     are taken.
     """
     signature = calls.Signature([tensor for tensor in given if tensor is not None])
-    return lambda tensors, others: () if others == lengths and signature.places(tensors) is not None else None
+    return lambda tensors, others: () if others == lengths and signature.matched(tensors) is not None else None
 
 
 def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) -> bool:

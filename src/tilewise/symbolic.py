@@ -137,7 +137,8 @@ class Trace:
             operands, results = step.operands, (step.number,)
             if step.name == "ask":
                 operands, results = operands[0].operands, operands[0].results
-            if step.number is None and step.name != "ask" or any(r.at in wanted for r in results if r is not None):
+            is_compared = results == (None,)
+            if is_compared or any(result.at in wanted for result in results if result is not None):
                 wanted |= {number.at for number in numbers_in(operands)}
                 found.append(step)
         return found[::-1]

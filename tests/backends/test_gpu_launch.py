@@ -133,7 +133,7 @@ class Seen:
         frame = frame or found.plan.frame()
         self._kinds, self.launches = [launch._kinds for launch in bound._launches], []
         found.put(frame.words, found.first, 7, False, *[addresses[name] for name in found.names])
-        assert found.plan.start(frame) == 1
+        assert found.plan.start(*frame.starting) == 1
         return self.launches
 
 
@@ -392,7 +392,7 @@ def test_a_map_that_the_driver_refuses(h200: FakeCuda, monkeypatch: pytest.Monke
     bound = HOPPER.bind_forward(problem, ready, want_lse=True)
     assert bound is not None
     for _ in range(3):
-        with pytest.raises(RuntimeError, match=rf"error 1\) at address \d+ with shape .*300, 128\) and strides"):
+        with pytest.raises(RuntimeError, match=r"error 1\) at address \d+ with shape .*300, 128\) and strides"):
             bound(ready[:3])
     assert h200.launches == 0
 

@@ -215,7 +215,7 @@ def applies(found: Any, sized: Any) -> bool:
     found.put(sized.words, found.first, 0, True, *[4096] * words)
     for word in found.plan.addresses.values():
         struct.pack_into("=q", sized.words, 8 * word, 4096)
-    return bool(found.plan.start(sized) == -1)
+    return bool(found.plan.start(*sized.starting) == -1)
 
 
 def differences(found: Any, sized: Any, exact: Any) -> list[Any]:

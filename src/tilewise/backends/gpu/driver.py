@@ -18,7 +18,7 @@ import re
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -164,13 +164,15 @@ class Launch:
         return (self.call.grid, values, *maps)
 
     def lay_out(self, plan: Plan, located: Callable[[Address], int], stream: int) -> Callable[[int], None]:
-        """Add the launch to a plan. `located` says which word has an address, `stream` is the word of the stream. Returns
-        the function that adds the operations of the driver, which come after those of all launches: a number may not
-        fit. It takes the number of the launch.
+        """Add the launch to a plan. `located` says which word has an address, `stream` is the word of the stream.
+
+        Returns the function that adds the operations of the driver, and takes the number of the launch. They come after
+        the operations of all launches: if a number does not fit, nothing is launched.
         """
         parameters = plan.words(*[0] * (len(self.values) + NUM_SCRATCH))
         for i, (value, kind) in enumerate(zip(self.values, self._kinds, strict=True)):
-            plan.point(parameters + i, located(value) if value.__class__ is Address else self._number(plan, value, kind))
+            word = located(value) if value.__class__ is Address else self._number(plan, value, kind)
+            plan.point(parameters + i, word)
         for i in range(NUM_SCRATCH):
             plan.point(parameters + len(self.values) + i, plan.word(0))
         config = self._configured(plan, stream)
@@ -208,7 +210,9 @@ class Launch:
         return config
 
     @staticmethod
-    def _map(plan: Plan, tile: Tile, meta: Any, located: Callable[[Address], int], parameter: int) -> Callable[[], None]:
+    def _map(
+        plan: Plan, tile: Tile, meta: Any, located: Callable[[Address], int], parameter: int
+    ) -> Callable[[], None]:
         """Add a tensor map, which is what a parameter points to. Returns the function that adds its operations."""
         encoded, rank = _encoded(tile), len(tile.shape)
         place = plan.words(*[0] * (MAP_BYTES // WORD), alignment=MAP_ALIGNMENT // WORD)
@@ -223,7 +227,8 @@ class Launch:
         plan.operate("move", first, located(tile.address))
         for word, number in enumerate(encoded, first + 1):
             plan.operate("move", word, plan.word(number))
-        for word, target, half in ((1, place, 0), (5, first + 1, 0), (6, first + 1 + rank, 0), (7, box, 0), (8, box, rank)):
+        sizes, steps = first + 1, first + 1 + rank
+        for word, target, half in ((1, place, 0), (5, sizes, 0), (6, steps, 0), (7, box, 0), (8, box, rank)):
             plan.point(call + word, target, half)
         plan.point(parameter, place)
 
@@ -295,6 +300,6 @@ def is_hooked() -> bool:
     """Whether a profiler has installed launch hooks in Triton, which must see all launches."""
     runtime = knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        (before is not None and getattr(before, "calls", True)) or (after is not None and getattr(after, "calls", True))
-    )
+    if before is not None and getattr(before, "calls", True):
+        return True
+    return after is not None and bool(getattr(after, "calls", True))

@@ -37,6 +37,7 @@ BACKWARD_GIVEN = ("dout", "dlse", "out", "lse", *INPUTS)
 # Strides, dtype, and whether the address is a multiple of 16 bytes: part of the cache key.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
 RawViews = tuple[RawView | None, ...]
+_address = Tensor.data_ptr
 
 
 class View(NamedTuple):
@@ -210,19 +211,24 @@ class Pass:
         if found is None:
             given = [name for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None]
             found = self._laid_out = self._lay_out(None, given)
-        plan = found.plan
-        frame = plan.frame() if sized is None else sized
-        numbers = found.constants or plan.read(frame)
-        allocate = self._allocate
-        made = used = [
-            allocate(numbers[begin:middle], numbers[middle:end], dtype) for begin, middle, end, dtype in found.made
-        ]
+        plan, allocate, counters = found.plan, self._allocate, self.num_counters
+        if found.is_open:
+            if sized is None:
+                return None
+            frame, numbers = sized, plan.read(sized)
+            counters = numbers[-1]
+            made = [allocate(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in found.made]
+            places = tuple([tensors[i].data_ptr() for i in found.read]) if found.read else ()  # type: ignore[union-attr]
+        else:
+            frame = plan.frame()
+            made = [allocate(shape, strides, dtype) for shape, strides, dtype in found.made]
+            if places is None:
+                places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+        used = made
         if self._counters is not None:
-            used = [*made, self._counters.current(numbers[-1], stream)]
-        if places is None or found.is_open:
-            places = tuple([tensors[i].data_ptr() for i in found.read])  # type: ignore[union-attr]
-        found.put(frame.words, found.first, stream, is_hooked(), *places, *[tensor.data_ptr() for tensor in used])
-        status = plan.start(frame)
+            used = [*made, self._counters.current(counters, stream)]
+        found.put(frame.words, found.first, stream, is_hooked(), *places, *map(_address, used))
+        status = plan.start(*frame.starting)
         if status >= ASK:  # what this frame has is no map
             raise refused(plan, frame, status - ASK)
         plan.release(frame)
@@ -236,10 +242,12 @@ class Pass:
 
     def _lay_out(self, trace: Trace | None, read: Sequence[str]) -> _LaidOut:
         """The plan of a pass whose calls read the addresses of these tensors; those of others the trace has."""
-        results = [(len(shape), dtype) for shape, _, dtype in self.described[0]]
-        outputs = [number for shape, strides, _ in self.described[0] for number in (*shape, *strides)]
-        outputs.append(self.num_counters)
-        plan = Plan(trace, outputs, numbers_in(self.described))
+        made, outputs = list(self.described[0]), list[Any]()
+        for at, (shape, strides, dtype) in enumerate(made if trace is not None else ()):
+            begin, middle, end = len(outputs), len(outputs) + len(shape), len(outputs) + 2 * len(shape)
+            made[at] = slice(begin, middle), slice(middle, end), dtype
+            outputs += (*shape, *strides)
+        plan = Plan(trace, (*outputs, self.num_counters), numbers_in(self.described))
         block, counter = [BLOCK] if self._parts else [], [] if self._counters is None else ["counter"]
         names = [*read, *self.made, *block, *counter]
         stream = plan.words(*[0] * (2 + len(names)))
@@ -261,14 +269,8 @@ class Pass:
         plan.operate("watched", 0, stream + 1)
         for number, drive in enumerate(drives):
             drive(number)
-        made, at = [], 0
-        for rank, dtype in results:
-            made.append((at, at + rank, at + 2 * rank, dtype))
-            at += 2 * rank
-        put = struct.Struct(f"={2 + len(names)}q").pack_into
-        constants = tuple(outputs) if trace is None else ()
-        indices = [self._given.index(name) for name in read]
-        return _LaidOut(plan.finish(), trace is not None, constants, made, indices, names, put, WORD * stream)
+        put, indices = struct.Struct(f"={2 + len(names)}q").pack_into, [self._given.index(name) for name in read]
+        return _LaidOut(plan.finish(), trace is not None, made, indices, names, put, WORD * stream)
 
     @staticmethod
     def _offset(plan: Plan, word: int, offset: Any) -> int:
@@ -316,15 +318,14 @@ class Pass:
 
 
 class _LaidOut(NamedTuple):
-    """A pass as a plan. `made` are begin, middle and end of shapes and strides in what the plan puts out (`constants`, if
-    there is no trace), and dtypes. `put` packs the stream, whether launches are watched, and the addresses of `names`
-    from byte `first` on: of tensors number `read` of a call, and of what is made.
+    """A pass as a plan. `made` are shapes, strides and dtypes; of an open pass, where the plan puts these sizes out.
+    `put` packs the stream, whether launches are watched, and the addresses of `names` from byte `first` on: of tensors
+    number `read` of a call, and of what is made.
     """
 
     plan: Plan
     is_open: bool
-    constants: tuple[Any, ...]
-    made: list[tuple[int, int, int, torch.dtype]]
+    made: list[tuple[Any, Any, torch.dtype]]
     read: list[int]
     names: list[str]
     put: Callable[..., None]
