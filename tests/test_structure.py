@@ -14,7 +14,7 @@ PACKAGE = Path(tilewise.__file__).parent
 
 # What each part may import from tilewise: data flows one way. The leaves anyone may use.
 LEAVES = {"arguments", "errors", "lasting", "memory", "outputs", "process", "settings", "subclasses", "symbolic"}
-LEAVES |= {"totals", "version", "units"}
+LEAVES |= {"totals", "version", "units", "executor", "machine_code", "native", "operations"}
 SPINE = {"problem", "operands", "masks", "numerics", "device", "dequantising", "tiles"}
 ARROWS: dict[str, set[str]] = {
     **{leaf: set() for leaf in (LEAVES | SPINE | {"figures"}) - {"dequantising"}},

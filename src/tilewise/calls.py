@@ -15,7 +15,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,30 +81,26 @@ class Signature:
         sizes: list[list[int | None]] = [list(present[i].shape) for i in distinct]
         strides: list[list[int | None]] = [list(present[i].stride()) for i in distinct]
         # None where all are open.
-        self._offsets: list[int] | None = None
-        if is_open is None:
-            self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
-        else:
+        self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present] if is_open is None else None
+        if is_open is not None:
             opened = [is_open[places[i]] for i in distinct]
             sizes = [
                 [None if free else n for n, free in zip(s, o, strict=True)] for s, o in zip(sizes, opened, strict=True)
             ]
             strides = [[None] * len(each) for each in strides]
         self._latent = _is_latent([tensor.data_ptr() for tensor in present])
-        # Those with elements, which have an address; None if all have some, or none has, or another call may differ.
+        # Those with elements, which have an address; None if all have some, or none has.
         filled = [i for i, tensor in enumerate(present) if tensor.numel()]
-        self._filled = _picker(filled) if is_open is None and 0 < len(filled) < len(present) else None
+        self._filled = _picker(filled) if 0 < len(filled) < len(present) else None
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
             *[present[i] for i in distinct], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
         ).check
 
-    def present(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """The tensors that are not None, which are the same in every call."""
-        return tensors if self._absent is None else self._present(tensors)
-
-    def places(self, tensors: Sequence[Any]) -> Places | None:
-        """The addresses of the tensors that are not None if the signature matches, else None."""
+    def matched(self, tensors: Sequence[Any]) -> Any:
+        """None if the signature does not match. Else the addresses of the tensors that are not None, or, where sizes
+        are open, these tensors: their plan reads the rest.
+        """
         if len(tensors) != self.count:
             return None
         if self._absent is not None:
@@ -124,13 +120,13 @@ class Signature:
                 return None
         if not self._check(*distinct):
             return None
+        if self._offsets is None:
+            return tensors
         places = tuple(map(_address, tensors))
         # If storage was freed, the call is validated, which names the tensor. Compared here to save a Python call.
         filled = places if self._filled is None else self._filled(places)
         if min(filled) < LOWEST and not are_there(tensors, places):
             return None
-        if self._offsets is None:
-            return places
         if len(places) > 2 and (places[1] == places[2]) is not self._latent:
             return None
         return places if [place % ALIGNMENT for place in places] == self._offsets else None
@@ -160,66 +156,40 @@ class Slot:
     is_tried: bool = False
 
 
-class Again(NamedTuple):
-    """The sizes that the last two calls of a form had: what their plan needs is not computed once more."""
-
-    signature: Signature
-    lengths: Lengths
-    plan: Any
-    sized: Any
+# Computes what a plan needs for the sizes of tensors (those that are not None) and lengths. None if the plan does not
+# apply to them.
+Measure = Callable[[Sequence[Any], Lengths], Any]
 
 
 class Form:
-    """Calls that differ in sizes and addresses alone, and their plans (tilewise.symbolic)."""
+    """Calls that differ in sizes and addresses alone, and their plans (tilewise.native)."""
 
-    __slots__ = ("_again", "_keeps", "_last", "_plans", "_signature")
+    __slots__ = ("_plans", "_signature")
 
-    def __init__(
-        self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]], *, keeps: bool = True
-    ) -> None:
-        """`keeps` False: plans are asked in every call, because they compare addresses."""
-        self._keeps = keeps
+    def __init__(self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]]) -> None:
         self._signature = Signature(tensors, is_open)
-        self._plans: list[tuple[Callable[..., Any], Any]] = []
-        self._again: Again | None = None
-        self._last: Any = None
+        self._plans: list[tuple[Measure, Any]] = []
 
-    def add(self, measure: Callable[..., Any], plan: Any) -> None:
-        """A plan, and the function that computes what it needs from tensors and lengths, or None. The record that it
-        returns has a method `kept`, for sizes that come again.
-        """
+    def add(self, measure: Measure, plan: Any) -> None:
+        """A plan, and the function that computes what it needs."""
         self._plans = [(measure, plan), *self._plans[: MAX_PLANS - 1]]
 
     def takes(self, tensors: Sequence[Any]) -> bool:
         """Whether such a call is of this form."""
-        return self._signature.places(tensors) is not None
+        return self._signature.matched(tensors) is not None
 
-    def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, Places, Any] | None:
-        """(plan, addresses, what the plan needs for these sizes) of a call, or None."""
-        again = self._again
-        if again is not None and again.lengths == lengths:
-            places = again.signature.places(tensors)
-            if places is not None:
-                return again.plan, places, again.sized
-        places = self._signature.places(tensors)
-        if places is None:
+    def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, None, Any] | None:
+        """(plan, no addresses, what the plan needs for these sizes) of a call, or None."""
+        present = self._signature.matched(tensors)
+        if present is None:
             return None
-        present = self._signature.present(tensors)
         for known in self._plans:
             measure, plan = known
-            try:
-                sized = measure(*present, *lengths)
-            except ArithmeticError:  # before the comparison that refuses these sizes
-                continue
+            sized = measure(present, lengths)
             if sized is not None:
                 if known is not self._plans[0]:  # the next call most often uses it, too
                     self._plans = [known, *[other for other in self._plans if other is not known]]
-                if self._keeps and sized == self._last:
-                    sized = sized.kept()
-                    self._again = Again(Signature(tensors), lengths, plan, sized)
-                else:
-                    self._last = sized
-                return plan, places, sized
+                return plan, None, sized
         return None
 
 
@@ -327,7 +297,7 @@ def slot_of(
                 if found is not None:
                     return found
         if last is not None and last.signature is not None and (last.groups is groups or last.groups == groups):
-            places = last.signature.places(tensors)
+            places = last.signature.matched(tensors)
             if places is not None and last.lengths == lengths:
                 return last, places, None
         return NOTHING if is_watched() else _looked_up(family, tensors, groups, lengths)
@@ -357,7 +327,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any, lengths: Len
         return NOTHING
     slot = _slot(family, groups, lengths, _is_latent(places), *looks)
     # Rebuilt where the guards reject tensors with an equal key: autocast, inference mode, or other tensors repeated.
-    if slot.signature is None or slot.signature.places(tensors) is None:
+    if slot.signature is None or slot.signature.matched(tensors) is None:
         slot.signature = Signature(tensors)
     family.last = slot
     return slot, tuple(places), None
@@ -387,14 +357,12 @@ def _slot(family: Family, groups: Any, lengths: Lengths, *looks: Any) -> Slot:
     return Slot(groups, family if groups is None else None, lengths)
 
 
-def form_of(
-    forms: list[Form], tensors: Sequence[Any], is_open: Sequence[Sequence[bool]], *, keeps: bool = True
-) -> Form:
+def form_of(forms: list[Form], tensors: Sequence[Any], is_open: Sequence[Sequence[bool]]) -> Form:
     """The form of some tensors among others; a new one if there is none."""
     for form in forms:
         if form.takes(tensors):
             return form
-    forms[:] = [Form(tensors, is_open, keeps=keeps), *forms[: MAX_FORMS - 1]]
+    forms[:] = [Form(tensors, is_open), *forms[: MAX_FORMS - 1]]
     return forms[0]
 
 

@@ -21,10 +21,11 @@ from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, 
 from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
 from tilewise.memory import check_allocated, check_there, touch
+from tilewise.native import Filled
 from tilewise.operands import LENGTHS, Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
-from tilewise.symbolic import NotTraceableError, Sketch, Trace, replaced
+from tilewise.symbolic import NotTraceableError, Sketch, Trace
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
@@ -134,7 +135,7 @@ class Call:
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_record", "_recorded", "_trace",
+        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_problem_for", "_record", "_recorded",
         "_writes", "bound", "flags", "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
@@ -148,8 +149,8 @@ class Call:
         self.wide = tuple([i for i in _COUNTS if (t := operands[i]) is not None and t.dtype == torch.int64])
         # The bound forward pass, or None.
         self.bound: Bound | None = None
-        # The record of sizes, if they are open; the problem then holds numbers of it.
-        self._trace: Trace | None = None
+        # If sizes are open, the problem holds numbers of a trace, and this computes that of a call.
+        self._problem_for: Filled | None = None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
         named = operands._replace(max_logits=None)
         # The check of a given `out`; plans for all sizes have their own.
@@ -169,8 +170,7 @@ class Call:
         assert slot.signature is not None
         assert slot.family is not None
         count = slot.signature.count
-        lengths, tensors = self.flags.lengths, named[:count]
-        found = None
+        tensors, found = named[:count], None
         if self._disjoint is not None:
             self._disjoint.check(tensors)
         is_met, slot.family.is_met = slot.family.is_met, True
@@ -179,11 +179,10 @@ class Call:
         if found is None:
             self.bind(operands)
             return None
-        self._trace, self.problem, self.bound, measure, is_open = found
-        self._disjoint = None
-        form = calls.form_of(slot.family.forms, tensors, is_open, keeps=not self._writes)
-        form.add(measure, calls.Slot(None, call=self))
-        return measure(*[tensor for tensor in tensors if tensor is not None], *lengths)
+        self._problem_for, self.bound, self._disjoint = found.problem_for, found.bound, None
+        self.problem = self._problem_for.record
+        calls.form_of(slot.family.forms, tensors, found.is_open).add(found.measure, calls.Slot(None, call=self))
+        return found.sized
 
     def bind(self, operands: Operands) -> None:
         """Prepare the call for operands with these sizes, strides and alignment."""
@@ -194,14 +193,14 @@ class Call:
 
     def problem_of(self, tensors: Sequence[Tensor | None], lengths: calls.Lengths) -> AttentionProblem:
         """The problem of a call."""
-        if self._trace is None:
+        if self._problem_for is None:
             return self.problem
         given = tensors[:_LOGITS]
-        values = self._trace.values(*[tensor for tensor in given if tensor is not None], *lengths)
-        if values is None:  # hooks of saved tensors may give a backward other strides and addresses
+        found = self._problem_for([tensor for tensor in given if tensor is not None], lengths)
+        if found is None:  # hooks of saved tensors may give a backward other strides and addresses
             operands = Operands(*cast("Any", given))
             return validation.problem_of(self.kind, operands, self.flags.with_lengths(lengths))
-        return cast("AttentionProblem", replaced(self.problem, values))
+        return cast("AttentionProblem", found)
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: calls.Places | None = None, sized: Any = None,
@@ -344,22 +343,23 @@ class Call:
             return None
         check_allocated(_GIVEN, given)
         found, bound = None, cast("Bound | None", None)
-        if self._trace is not None:
+        if self._problem_for is not None:
             flags = self.flags.with_lengths(lengths)
             prepare = functools.partial(self._bound_backward, wanted_of(needs))
             found = _opened(self.kind, _GIVEN[: len(given)], given, flags, prepare)
         if found is not None:
-            _, _, bound, measure, is_open = found
+            _, bound, measure, sized, is_open = found
         else:
             problem = self.problem_of(given[4:], lengths)
             bound = self._bound_backward(wanted_of(needs), problem, given)
-            measure, is_open = _exactly(given, lengths), [[True] * t.dim() if t is not None else [] for t in given]
+            measure, sized = _exactly(given, lengths), None
+            is_open = [[True] * t.dim() if t is not None else [] for t in given]
         made = () if bound is None else bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
         results = [made.index(name) if need and name in made else None for name, need in wanted]
         new = _BoundBackward(bound, (*results, *[None] * (len(needs) - len(results))))
         calls.form_of(forms, given, is_open).add(measure, new)
-        return new, None, measure(*[tensor for tensor in given if tensor is not None], *lengths)
+        return new, None, sized
 
     def _bound_backward(self, wanted: Wanted, problem: AttentionProblem, given: Sequence[Any]) -> Bound | None:
         dout, dlse, out, lse, *tensors = given
@@ -384,14 +384,14 @@ class _BoundBackward(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """A pass that serves all sizes to which its trace applies: the record, the problem with its numbers, the pass, the
-    function that computes what it needs for other sizes, and which sizes of each tensor are open.
+    """A pass that serves all sizes to which its trace applies: the problem for any sizes, the pass, the function that
+    computes what it needs, the result for the first sizes, and which sizes of each tensor are open.
     """
 
-    trace: Trace
-    problem: AttentionProblem
+    problem_for: Filled
     bound: Bound
-    measure: Callable[..., Any]
+    measure: calls.Measure
+    sized: Any
     is_open: list[list[bool]]
 
 
@@ -406,7 +406,7 @@ def _opened(
     `tensors` are the operands, in a backward behind those of _SAVED.
     """
     present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
-    trace = Trace([*present, *LENGTHS])
+    trace = Trace(present, LENGTHS)
     is_open = [
         [] if t is None else validation.open_sizes(kind, flags.layout, n, t.dim())
         for n, t in zip(names, tensors, strict=True)
@@ -416,7 +416,7 @@ def _opened(
         for name, t, opened in zip(names, tensors, is_open, strict=True)
     ]
     bounds = [
-        None if value is None else trace.leaf(name, value) for name, value in zip(LENGTHS, flags.lengths, strict=True)
+        None if value is None else trace.length(name, value) for name, value in zip(LENGTHS, flags.lengths, strict=True)
     ]
     operands = Operands(*cast("Any", sketches[names.index("q") :]))
     try:
@@ -426,25 +426,20 @@ def _opened(
         return None
     # A pass from outside may serve one size only, and lack it.
     opened = getattr(bound, "open", None)
-    return None if bound is None or opened is None else _Opened(trace, problem, bound, opened(trace), is_open)
+    if bound is None or opened is None:
+        return None
+    measure = opened(trace)
+    sized = measure([tensor for tensor in tensors if tensor is not None], flags.lengths)
+    # A plan does not apply to sizes of more than 64 bits, not even to its own.
+    return None if sized is None else _Opened(Filled(trace, problem), bound, measure, sized, is_open)
 
 
-class _Exact(NamedTuple):
-    """Sizes of a pass that serves no others."""
-
-    def kept(self) -> None:
-        """Nothing is computed for sizes that come again."""
-
-
-def _exactly(given: Sequence[Any], lengths: calls.Lengths) -> Callable[..., Any]:
-    """A function that tells whether tensors have the signature of these, for passes whose sizes are not open."""
+def _exactly(given: Sequence[Any], lengths: calls.Lengths) -> calls.Measure:
+    """For passes whose sizes are not open: nothing is needed for tensors with the signature of these, and no others
+    are taken.
+    """
     signature = calls.Signature([tensor for tensor in given if tensor is not None])
-
-    def measure(*arguments: Any) -> _Exact | None:
-        tensors, others = arguments[: -len(LENGTHS)], arguments[-len(LENGTHS) :]
-        return _Exact() if others == lengths and signature.places(tensors) is not None else None
-
-    return measure
+    return lambda tensors, others: () if others == lengths and signature.matched(tensors) is not None else None
 
 
 def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) -> bool:

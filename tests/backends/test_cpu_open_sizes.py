@@ -20,7 +20,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import calls
 from tilewise.backends.cpu import bound, cache, launch, launch_backward, schedule, threads
-from tilewise.symbolic import Trace
+from tilewise.native import Plan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Sizes next to those where plans change: rows of decoding, of chunks and of blocks, keys of a chunk and of totals.
@@ -241,13 +241,13 @@ def test_a_thousand_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, lengths = LOOPS[name], range(2, 402) if name == "training" else range(2, 1002)
     for n in lengths[:100:10]:
         call(n)
-    made, plain = [], Trace.function
+    made, plain = [], Plan.finish
 
-    def function(*given: Any) -> Any:
-        made.append(given)
-        return plain(*given)
+    def finish(plan: Plan) -> Plan:
+        made.append(plan)
+        return plain(plan)
 
-    monkeypatch.setattr(Trace, "function", function)
+    monkeypatch.setattr(Plan, "finish", finish)
     loaded = cache.program.cache_info().misses
     gc.collect()
     tracemalloc.start()

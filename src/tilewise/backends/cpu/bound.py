@@ -1,6 +1,6 @@
 """Passes that are prepared once, for all sizes to which their trace applies, and then called with tensors.
 
-Strides are computed by the code that `Pass.open` writes, addresses are filled in by each call, and lengths that index
+Strides are computed by the plan that `Pass.open` makes, addresses are filled in by each call, and lengths that index
 tensors hold are read by each call. The number of threads is looked at in each call, too: torch's setting may have
 changed, or the process may have been forked.
 """
@@ -12,6 +12,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,9 +23,10 @@ from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.launch import ADDRESSED, DTYPES, Block, Forward, Run, Strides, Values, is_contiguous
 from tilewise.backends.cpu.schedule import BothLengths, Bounds, bounds_of
 from tilewise.memory import Reader
+from tilewise.native import Plan
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import Trace, code, function, is_traced
+from tilewise.symbolic import Trace, is_traced
 
 # (shape, strides, dtype) of a tensor that a pass makes.
 Allocation = tuple[Strides, Strides, torch.dtype]
@@ -50,19 +52,14 @@ class Sized(NamedTuple):
     """What a pass needs besides addresses, for certain sizes.
 
     `made` are the tensors that it makes, `unread` the bytes of an lse that nobody reads, `numbers` what it puts into
-    parameter blocks (first position, end, numbers). `runs` is None for sizes that were met only once, else what was
-    found last, by the number of threads and the lengths in index tensors: the layers of a step ask for the same.
+    parameter blocks (first position, end, numbers). `places` are the addresses of a call's tensors, if they are known.
     """
 
     made: tuple[Allocation, ...]
     unread: int
     bounds: Bounds
-    numbers: tuple[tuple[int, int, Values], ...]
-    runs: dict[Any, list[Run]] | None
-
-    def kept(self) -> Sized:
-        """The same for sizes that come again: runs are kept."""
-        return self._replace(runs={})
+    numbers: tuple[tuple[int, int, Values], ...] = ()
+    places: tuple[int, ...] | None = None
 
 
 class Pass:
@@ -74,7 +71,8 @@ class Pass:
     """
 
     __slots__ = (
-        "_allocations", "_bounds", "_fields", "_fill", "_kernels", "_largest", "_readers", "_sized", "_unread", "made",
+        "_allocations", "_bounds", "_fields", "_fill", "_kernels", "_largest", "_last", "_readers", "_sized", "_unread",
+        "made",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +94,9 @@ class Pass:
         self._largest: Any = None if LARGEST not in made else (0, 2) if problem.kind == "dense" else 1
         self.made = tuple([name for name in made if name != LARGEST])
         # For a pass that serves one size.
-        self._sized = None if problem.is_traced else Sized(self._allocations, unread, self._bounds, (), {})
+        self._sized = None if problem.is_traced else Sized(self._allocations, unread, self._bounds)
+        # The runs found last, and for what: the layers of a step ask for the same.
+        self._last: tuple[Any, list[Run]] = (), []
 
     def open(self, trace: Trace) -> Callable[..., Sized | None]:
         """See tilewise.backends.base.Bound."""
@@ -105,14 +105,26 @@ class Pass:
             if not groups or position - groups[-1][-1] > APART:
                 groups.append([])
             groups[-1].append(position)
-        numbers = ""
-        for group in groups:
-            values = tuple([self._fields.get(at, 0) for at in range(group[0], group[-1] + 1)])
-            numbers += f"({group[0]}, {group[-1] + 1}, array('q', {code(values)})), "
-        sized = self._allocations, self._unread, self._bounds
-        names = {"Sized": Sized, "array": array, "torch": torch}
-        ending = f"return Sized({', '.join(map(code, sized))}, ({numbers}), None)"
-        measure: Callable[..., Sized | None] = trace.function([ending], names)
+        slices = [(group[0], group[-1] + 1) for group in groups]
+        numbers = [self._fields.get(at, 0) for first, end in slices for at in range(first, end)]
+        sizes = [number for shape, strides, _ in self._allocations for number in (*shape, *strides)]
+        plan = Plan(trace, (*self._bounds, self._unread, *sizes, *numbers)).finish()
+        ranks, dtypes = [len(shape) for shape, _, _ in self._allocations], [dtype for _, _, dtype in self._allocations]
+
+        def measure(tensors: Sequence[Tensor], lengths: Sequence[int | None]) -> Sized | None:
+            frame = plan.measure(tensors, lengths)
+            if frame is None:
+                return None
+            found, places = iter(plan.read(frame)), tuple(plan.places(frame))
+            plan.release(frame)
+            batch, seqlen_q, seqlen_k, unread = (next(found) for _ in range(4))
+            made = [
+                (tuple(islice(found, rank)), tuple(islice(found, rank)), dtype)
+                for rank, dtype in zip(ranks, dtypes, strict=True)
+            ]
+            values = [(first, end, array("q", islice(found, end - first))) for first, end in slices]
+            return Sized(tuple(made), unread, (batch, seqlen_q, seqlen_k), tuple(values), places)
+
         return measure
 
     def __call__(
@@ -124,16 +136,14 @@ class Pass:
             if sized is None:
                 return None
         allocations, unread, bounds, slices, known = sized
+        places = places or known
         made = [launch.allocate(shape, strides, dtype) for shape, strides, dtype in allocations]
         available, lengths = threads.num_threads(), None if self._readers is None else self._lengths(tensors, made)
-        key = available if lengths is None else (available, *lengths)
-        runs = None if known is None else known.get(key)
-        if runs is None:
+        key, (last, runs) = (bounds, available, lengths), self._last
+        if key != last:
             runs = self._kernels.runs(bounds, lengths and _numbers(*lengths, bounds), available)
-            if known is not None:
-                known.clear()
-                known[key] = runs
-        if places is None:
+            self._last = key, runs
+        if places is None or self._largest is not None:  # those of a trace have no memory for max_logits
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         addresses = (*places, *[tensor.data_ptr() for tensor in made])
         if self._largest is not None:
@@ -168,8 +178,9 @@ class Pass:
 def _filler(positions: tuple[int, ...]) -> Callable[[Values, tuple[int, ...]], None]:
     """A function that puts numbers at these positions: in one statement, which takes half the time of a loop."""
     targets = "".join([f"values[{at}], " for at in positions])
-    found: Callable[[Values, tuple[int, ...]], None] = function("values, numbers", [f"{targets}= numbers"], {})
-    return found
+    names: dict[str, Any] = {}
+    exec(f"def fill(values, numbers): {targets}= numbers", names)
+    return names["fill"]  # type: ignore[no-any-return]
 
 
 def _numbers(rows: bytes, keys: bytes, bounds: Bounds) -> BothLengths:

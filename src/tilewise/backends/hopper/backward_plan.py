@@ -19,7 +19,7 @@ from tilewise.backends.hopper.configs import BackwardConfig, backward_config, cu
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import at_run_time
+from tilewise.symbolic import at_run_time, largest, smallest
 
 # A round: as many tiles as there are CTAs.
 # A wave of heads under a mask: what their tiles stream (Q, dO, dQ; in query_gradient K, V) fits into so much of L2.
@@ -255,14 +255,12 @@ def _front_items(
     return items if items <= num_items - last_items else num_items
 
 
-@at_run_time
 def _last_items(num_items: int, items_per_wave: int, ending: int) -> int:
-    return num_items - max(-(-num_items // items_per_wave) - ending, 0) * items_per_wave
+    return num_items - largest(-(-num_items // items_per_wave) - ending, 0) * items_per_wave
 
 
-@at_run_time
 def _items_per_wave(num_items: int, most: int, l2_bytes: int, streamed: int) -> int:
-    return max(1, min(num_items, most, l2_bytes // streamed))
+    return largest(1, smallest(num_items, most, l2_bytes // streamed))
 
 
 def whole_vectors(words: int) -> int:

@@ -62,7 +62,7 @@ from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import at_run_time
+from tilewise.symbolic import largest, smallest
 from tilewise.tiles import sections
 
 GLUON_DTYPES = {
@@ -441,14 +441,13 @@ def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, it
     )
 
 
-@at_run_time
 def _wave_items(head_bytes: int, num_items: int) -> int:
     """Heads of a wave: a power of two, because that mostly makes all waves equal.
 
     >>> _wave_items(16 << 20, 8), _wave_items(2 << 20, 64), _wave_items(1 << 30, 8)
     (2, 16, 1)
     """
-    most = max(1, min(num_items, MAX_WAVE_ITEMS, L2_BYTES // max(head_bytes, 1)))
+    most = largest(1, smallest(num_items, MAX_WAVE_ITEMS, L2_BYTES // largest(head_bytes, 1)))
     return 1 << (most.bit_length() - 1)
 
 

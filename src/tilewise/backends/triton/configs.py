@@ -14,7 +14,7 @@ import torch
 
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import at_run_time
+from tilewise.symbolic import at_run_time, largest, smallest
 
 Pass = Literal[
     "forward", "dkdv", "dq", "decode", "latent", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq",
@@ -378,13 +378,12 @@ def overrides() -> Mapping[Pass, Config] | None:
     return _overrides[-1] if _overrides else None
 
 
-@at_run_time
 def heads_per_wave(device: DeviceSpec, bytes_per_head: int, group_size: int) -> int:
     """How many heads run at the same time: their streamed rows fill at most half of L2. Whole groups, because these
     share K and V.
     """
-    fitting = device.l2_bytes // 2 // max(1, bytes_per_head)
-    return max(group_size, min(64, fitting) // group_size * group_size)
+    fitting = device.l2_bytes // 2 // largest(1, bytes_per_head)
+    return largest(group_size, smallest(64, fitting) // group_size * group_size)
 
 
 def decode_programs(config: Config, device: DeviceSpec, itemsize: int, tile_columns: int) -> int:
