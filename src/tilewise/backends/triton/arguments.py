@@ -15,7 +15,7 @@ from tilewise.backends.gpu.launching import View
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, Multiple, Tile
 from tilewise.backends.gpu.work_list import heads_per_wave, list_size, listed_parts, most_blocks, rows_together
 from tilewise.backends.triton.configs import Config, Pass
-from tilewise.backends.triton.planning import Box, Grid4, Lengths, Listed, Plan, Rows, Tail
+from tilewise.backends.triton.planning import Grid4, Lengths, Listed, Plan, Rows, Tail
 from tilewise.backends.triton.primitives import ROWS_APART
 from tilewise.problem import AttentionProblem
 from tilewise.tiles import sections
@@ -149,15 +149,6 @@ def workspace_rows(plan: Plan, index: int, *, packed: bool | None = None) -> tup
     return Rows(address, *strides), count
 
 
-def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of K and V, or None for both."""
-    problem = plan.problem
-    on = config.descriptors and problem.kind != "paged"
-    rows = problem.seqlen_k if problem.kind == "dense" else problem.total_k
-    dims = {"k": (problem.head_dim, plan.traits.BLOCK_D), "v": (problem.head_dim_v, plan.traits.BLOCK_DV)}
-    return _descriptors(plan, arguments, dims, problem.num_kv_heads, rows, config.block_n, on)
-
-
 def box_descriptors(
     plan: Plan,
     arguments: dict[str, Any],
@@ -173,7 +164,9 @@ def box_descriptors(
     """
     problem, traits, packed = plan.problem, plan.traits, plan.traits.PACKED_Q
     nothing: dict[str, Any] = dict.fromkeys(f"{name}_desc" for name in (*queries, *keys))
-    if not config.boxes or problem.kind == "paged" or problem.fp8 or not (plan.is_unpadded or pads):
+    # Pages have no boxes of rows, nor do single tokens.
+    in_rows = problem.kind != "paged" or (packed and not keys)
+    if not config.boxes or not in_rows or problem.fp8 or not (plan.is_unpadded or pads):
         return nothing
     found: dict[str, Tile | None] = {}
     for name in (*queries, *keys):
@@ -218,38 +211,25 @@ def packed_box_of(rows: Rows, heads: int, num_rows: int, block: tuple[int, int],
     return Tile(rows.ptr, (apart + 1, num_rows + 1, heads, apart, dim), strides, (1, *box.block))
 
 
-def page_matrix(problem: AttentionProblem, rows: Rows, block: int, dim: int) -> tuple[Tile, int] | None:
-    """All pages as one matrix, heads side by side, and its rows per page. None if TMA cannot address it."""
-    if not rows.ptr.aligned or problem.page_size is None:
+def page_box(problem: AttentionProblem, rows: Rows, block: int, dim: int, width: int | None = None) -> Tile | None:
+    """Pages as a (pages, heads, rows of a page, columns) tensor map, if each holds whole tiles and TMA can address it.
+    Tiles have `width` of the `dim` columns; None: all.
+    """
+    if problem.page_size is None or problem.page_size % block:
         return None
-    page, head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
-    if row <= 0 or page % row or head * (problem.num_kv_heads - 1) + dim > row:
-        return None
-    per_page = page // row
-    height = (problem.total_k // problem.page_size - 1) * per_page + problem.page_size
-    return (Tile(rows.ptr, (height, row), (row, 1), (block, dim)), per_page) if height < 2**31 else None
+    pages = problem.total_k // problem.page_size
+    return box_of(rows, pages, problem.num_kv_heads, problem.page_size, (block, width or dim), dim)
 
 
-def part_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of both parts of K in pages (see Traits.BLOCK_TAIL), and its rows per page; None without."""
+def part_boxes(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Boxes of both parts of K in pages (see Traits.BLOCK_TAIL); None without."""
     problem, traits = plan.problem, plan.traits
-    parts = (traits.FIRST_DIM, problem.head_dim - traits.FIRST_DIM)
-    on = config.descriptors and plan.device.has_tma and parts == (traits.BLOCK_D, traits.BLOCK_TAIL)
-    found = []
-    if on and problem.page_size is not None and problem.page_size % config.block_n == 0:
-        found = [page_matrix(problem, arguments["k"], config.block_n, dim) for dim in parts]
-    if not found or found[0] is None or found[1] is None:
-        return {"k_desc": None, "tail_desc": None, "page_rows": 0}
-    return {"k_desc": found[0][0], "tail_desc": found[1][0], "page_rows": found[0][1]}
-
-
-def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of q and dout, or None for both."""
-    problem = plan.problem
-    on = config.descriptors and (problem.kind == "dense" or plan.traits.PACKED_Q)
-    rows = problem.seqlen_q if problem.kind == "dense" else problem.total_q
-    dims = {"q": (problem.head_dim, plan.traits.BLOCK_D), "dout": (problem.head_dim_v, plan.traits.BLOCK_DV)}
-    return _descriptors(plan, arguments, dims, problem.num_heads, rows, config.block_m, on)
+    whole = (traits.FIRST_DIM, problem.head_dim - traits.FIRST_DIM) == (traits.BLOCK_D, traits.BLOCK_TAIL)
+    found: list[Tile | None] = [None, None]
+    if config.boxes and whole:
+        widths = (traits.BLOCK_D, traits.BLOCK_TAIL)
+        found = [page_box(problem, arguments["k"], config.block_n, problem.head_dim, width) for width in widths]
+    return {"k_desc": found[0], "tail_desc": found[1]}
 
 
 def stat_descriptors(plan: Plan, config: Config, passes: Passes = ONCE) -> dict[str, Any]:
@@ -262,7 +242,7 @@ def stat_descriptors(plan: Plan, config: Config, passes: Passes = ONCE) -> dict[
     masked = traits.HAS_LEFT or traits.HAS_RIGHT or plan.problem.tiles_shape is not None
     pays = masked or max(traits.BLOCK_D, traits.BLOCK_DV) <= 64
     whole = plan.problem.kind == "dense" or traits.PACKED_Q
-    on = (config.descriptors or config.boxes) and pays and whole and count < 2**31
+    on = config.boxes and pays and whole and count < 2**31
     return {
         f"{name}_desc": Tile(workspace_rows(plan, i)[0].ptr, (count,), (1,), (config.block_m,)) if on else None
         for i, name in enumerate(statistics)
@@ -273,44 +253,6 @@ def stat_arguments(plan: Plan, passes: Passes = ONCE, *, packed: bool | None = N
     """The statistics in the workspace."""
     names = STATISTICS[: passes.num_stats]
     return {arg: workspace_rows(plan, i, packed=packed)[0] for i, arg in enumerate(("lse_unit", *names[1:]))}
-
-
-def _descriptors(
-    plan: Plan,
-    arguments: dict[str, Any],
-    dims: dict[str, tuple[int, int]],
-    heads: int,
-    num_rows: int,
-    block: int,
-    on: bool,
-) -> dict[str, Any]:
-    """Both or neither, to compile fewer variants. `dims` are the head dim and the tile's width."""
-    on = on and all(dim == width for dim, width in dims.values())
-    found = {n: matrix_of(plan, arguments[n], heads, num_rows, block, d) for n, (d, _) in dims.items()} if on else {}
-    result: dict[str, Any] = {}
-    for name in dims:
-        pair = found.get(name) if None not in found.values() else None
-        result[f"{name}_desc"], result[f"{name}_box"] = pair or (None, None)
-    return result
-
-
-def matrix_of(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> tuple[Tile, Box] | None:
-    """The rows viewed as one matrix, if they have a single row stride and TMA's alignment."""
-    if not rows.ptr.aligned:
-        return None
-    per_batch, per_head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
-    if row < dim or per_batch % row:
-        return None
-    if per_head % row == 0:
-        box, width = Box(per_batch // row, per_head // row, 0), dim
-    elif per_head * (heads - 1) + dim <= row:
-        box, width = Box(per_batch // row, 0, per_head), row
-    else:
-        return None
-    height = (plan.problem.batch - 1) * box.rows_per_batch + (heads - 1) * box.rows_per_head + num_rows
-    if num_rows == 0 or height >= 2**31:
-        return None
-    return Tile(rows.ptr, (height, width), (row, 1), (block, dim)), box
 
 
 def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:

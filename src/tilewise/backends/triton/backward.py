@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends.gpu.records import Source
 from tilewise.backends.gpu.work_list import clear_rows, list_blocks, listed_item
 from tilewise.backends.triton.listed import (
     are_seen,
@@ -44,11 +45,13 @@ from tilewise.backends.triton.primitives import (
     NEG_INF,
     STAT_TILE,
     around_gap,
+    box_place,
     dot,
     dot_add,
     dropout_keep,
     head_base,
     keep_in_band,
+    key_base,
     key_pages,
     key_range,
     key_span,
@@ -57,14 +60,13 @@ from tilewise.backends.triton.primitives import (
     load_rows,
     lse_in_log2,
     natural_scores,
-    page_base,
+    page_table,
     query_range,
     query_span,
     score_terms,
     sequence_of,
     stat_base,
     store_rows,
-    tile_origin,
     work_item,
     zeros,
 )
@@ -221,7 +223,7 @@ def load_stats(
 
 @triton.jit
 def key_gradient_loop(
-    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
+    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta,
     alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
     full_begin, full_end, entries, bits,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr,
@@ -250,16 +252,20 @@ def key_gradient_loop(
             if entries is None:
                 first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
             m_row = first + tl.arange(0, BLOCK_M)
-            q_row, q_col = tile_origin(q_desc, q_box, batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
-            dout_row, dout_col = tile_origin(dout_desc, dout_box, batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
-            q_source = (q, head_base(q, batch_idx, head, q_start, T.PACKED_Q), q_desc, q_row, q_col)
-            dout_source = (dout, head_base(dout, batch_idx, head, q_start, T.PACKED_Q), dout_desc, dout_row, dout_col)
             if OF_K and DP_FIRST:
-                dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+                dout_tile = load_queries(
+                    dout, dout_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV,
+                    T
+                )  # fmt: skip
                 dp = dot(v_tile, tl.trans(dout_tile), T)
-            q_tile = load_queries(q_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+            q_tile = load_queries(
+                q, q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+            )
             if not (OF_K and DP_FIRST):
-                dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+                dout_tile = load_queries(
+                    dout, dout_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV,
+                    T
+                )  # fmt: skip
             if lse_desc is not None:
                 lse_tile = described_stat(lse_desc, lse_unit, batch_idx, head, q_start, first, T)
                 delta_tile = described_stat(delta_desc, delta, batch_idx, head, q_start, first, T)
@@ -304,7 +310,7 @@ def key_gradient_loop(
 
 @triton.jit
 def key_gradient_loops(
-    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
+    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta,
     alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, lists, bits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr, DP_FIRST: tl.constexpr,
     SPLIT: tl.constexpr, JOINED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, T: tl.constexpr,
@@ -319,18 +325,18 @@ def key_gradient_loops(
     else:
         entries = list_of(lists, batch_idx, first_head, n_first)
         inner, outer = listed_bounds(entries, begin, end, seqlen_q, BLOCK_M, T.HAS_LEFT or T.HAS_RIGHT)
-    BOXED: tl.constexpr = q_desc is not None and q_box is None
+    BOXED: tl.constexpr = q_desc is not None
     if BOXED:  # missing rows are zeros with an lse of +inf: one loop takes all tiles
         inner = (inner[0], outer[3])
     dk, dv = key_gradient_loop(
-        dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
+        dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta,
         alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1], inner[1],
         inner[1], full_begin, full_end, entries, bits, False, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, DP_FIRST, SPLIT,
         JOINED, OF_K, OF_V, T
     )  # fmt: skip
     if not BOXED:
         dk, dv = key_gradient_loop(
-            dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
+            dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta,
             alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1], outer[2],
             outer[3], full_begin, full_end, entries, bits, True, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, DP_FIRST, SPLIT,
             JOINED, OF_K, OF_V, T
@@ -340,7 +346,7 @@ def key_gradient_loops(
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def key_gradient_kernel(
-    q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
+    q, k, v, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
     tile_columns, tile_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, DP_FIRST: tl.constexpr,
     SPLIT: tl.constexpr, JOINED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
@@ -369,16 +375,9 @@ def key_gradient_kernel(
     n_first = block * BLOCK_N
     if n_first >= seqlen_k:
         return
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_source = (k, k_base, table, None, 0, 0, 0)
-    v_source = (v, v_base, table, None, 0, 0, 0)
+    table = page_table(lengths, batch_idx, T)
+    k_source = Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, None, None, 0)
+    v_source = Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, None, None, 0)
     pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
     k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
@@ -389,7 +388,7 @@ def key_gradient_kernel(
     for member in tl.range(0, T.GROUP_SIZE // HEADS):
         place = (n_first, kv_head * T.GROUP_SIZE + member, batch_idx, q_start)
         dk_acc, dv_acc = key_gradient_loops(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit,
             delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, tile_columns,
             tile_bits, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, DP_FIRST, SPLIT, JOINED, OF_K, OF_V, T
         )  # fmt: skip
@@ -411,7 +410,7 @@ def query_gradient_loop(
     """Add the contributions of the keys begin..gap_begin and gap_end..end to dQ; see key_gradient_loop."""
     STEP: tl.constexpr = BLOCK_N if entries is None else 1
     STAGES: tl.constexpr = 1 if EDGE and JOINED else None
-    BOXED: tl.constexpr = False if k_source[3] is None else len(k_source[3].block_shape) > 2
+    BOXED: tl.constexpr = k_source.box is not None
     m_idx, head, batch_idx = place
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     stop = loop_end(gap_begin, gap_end, end, EDGE, JOINED)
@@ -462,7 +461,7 @@ def query_gradient_loop(
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def query_gradient_kernel(
-    q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, tile_rows, tile_bits, alibi_slopes,
+    q, k, v, dout, k_desc, v_desc, lse_unit, delta, dq, bias, mask, tile_rows, tile_bits, alibi_slopes,
     seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DP_FIRST: tl.constexpr, SPLIT: tl.constexpr,
     JOINED: tl.constexpr,
@@ -487,22 +486,14 @@ def query_gradient_kernel(
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_row, k_col = tile_origin(k_desc, k_box, batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
-    v_row, v_col = tile_origin(v_desc, v_box, batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
-    k_source = (k, k_base, table, k_desc, k_row, k_col, 0)
-    v_source = (v, v_base, table, v_desc, v_row, v_col, 0)
-    q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
-    dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
-    q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-    dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+    table = page_table(lengths, batch_idx, T)
+    place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
+    k_source = Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, k_desc, place, 0)
+    v_source = Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, v_desc, place, 0)
+    q_tile = load_queries(q, None, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T)
+    dout_tile = load_queries(
+        dout, None, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
+    )
     lse_tile, delta_tile = load_stats(lse_unit, delta, m_first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T)
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     place = (m_idx, head, batch_idx)
@@ -516,7 +507,7 @@ def query_gradient_kernel(
     else:
         entries = list_of(tile_rows, batch_idx, head, m_first)
         inner, outer = listed_bounds(entries, begin, end, seqlen_k, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
-    BOXED: tl.constexpr = k_desc is not None and k_box is None
+    BOXED: tl.constexpr = k_desc is not None
     if BOXED:  # one loop takes all tiles, and masks missing keys
         inner = (inner[0], outer[3])
     acc = query_gradient_loop(
@@ -648,20 +639,13 @@ def tile_score_gradient(
     m_idx = m_first + tl.arange(0, BLOCK_M)
     n_idx = (n_first + tl.arange(0, BLOCK_N))[None, :]
     kv_head = head // T.GROUP_SIZE
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
-    dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
-    q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-    dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-    k_source = (k, k_base, table, None, 0, 0, 0)
-    v_source = (v, v_base, table, None, 0, 0, 0)
+    table = page_table(lengths, batch_idx, T)
+    q_tile = load_queries(q, None, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T)
+    dout_tile = load_queries(
+        dout, None, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
+    )
+    k_source = Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, None, None, 0)
+    v_source = Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, None, None, 0)
     pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
     k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)

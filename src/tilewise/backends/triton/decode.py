@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import Source
 from tilewise.backends.triton.forward import (
     add_sink,
     attend,
@@ -29,26 +30,28 @@ from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
     NEG_INF,
+    box_place,
     head_base,
+    key_base,
     key_range,
     key_span,
-    page_base,
+    page_table,
     query_span,
     score_terms,
 )
 from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 
-@triton.jit(do_not_specialize=["page_rows", "sizes", "band", "scalars", "num_splits", "num_blocks"])
+@triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_splits", "num_blocks"])
 def decode_kernel(
-    q, k, v, k_desc, tail_desc, page_rows, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias,
+    q, k, v, k_desc, tail_desc, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias,
     mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars, num_splits, num_blocks,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one split of the keys for a tile of rows of a (group of heads, sequence); final unless SPLIT.
-    `num_blocks` tiles hold the rows of the longest sequence; None: one does. `k_desc` and `tail_desc` are descriptors
-    of both parts of K, of which a page takes `page_rows` rows, or None.
+    `num_blocks` tiles hold the rows of the longest sequence; None: one does. `k_desc` and `tail_desc` are boxes of
+    both parts of K in pages, or None.
     """
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
     program = tl.program_id(0)
@@ -69,21 +72,15 @@ def decode_kernel(
     head = kv_head * T.GROUP_SIZE + rows % T.GROUP_SIZE
     row_ok = m_idx < seqlen_q
     q_rows = head_base(q, batch_idx, head, q_start, T.PACKED_Q) + m_idx.to(tl.int64) * q.stride_row
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_scaling = scaling(k_scale, batch_idx, kv_head, T)
+    table = page_table(lengths, batch_idx, T)
+    k_base, v_base = key_base(k, batch_idx, kv_head, k_start, T), key_base(v, batch_idx, kv_head, k_start, T)
+    k_scaling, v_scaling = scaling(k_scale, batch_idx, kv_head, T), scaling(v_scale, batch_idx, kv_head, T)
     if k_desc is None:
-        k_source = (k, k_base, table, None, 0, 0, k_scaling)
+        k_source = Source(k, k_base, table, None, None, k_scaling)
     else:
-        descs = (k_desc, tail_desc)
-        k_source = (k, k_base, table, descs, page_rows, kv_head * k.stride_head, k_scaling)  # type: ignore[assignment]
-    v_source = (v, v_base, table, None, 0, 0, scaling(v_scale, batch_idx, kv_head, T))
+        place = box_place(batch_idx, kv_head, k_start, seqlen_k, False)
+        k_source = Source(k, k_base, table, (k_desc, tail_desc), place, k_scaling)
+    v_source = Source(v, v_base, table, None, None, v_scaling)
     if T.FP8:
         q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T)
     else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import Place, Source
 from tilewise.backends.gpu.work_list import listed_item
 from tilewise.backends.triton.listed import (
     are_seen,
@@ -30,7 +31,6 @@ from tilewise.backends.triton.primitives import (
     LOG2E,
     NEG_INF,
     around_gap,
-    box_origin,
     box_place,
     clear_rows,
     dot,
@@ -39,14 +39,15 @@ from tilewise.backends.triton.primitives import (
     head_base,
     in_registers,
     keep_in_band,
+    key_base,
     key_pages,
     key_range,
     key_span,
     load_box,
     load_keys,
-    load_rows,
+    load_queries,
     natural_scores,
-    page_base,
+    page_table,
     query_span,
     score_terms,
     softmax_step,
@@ -79,48 +80,49 @@ def load_query_rows(q_rows, row_ok, T: tl.constexpr):
 
 
 @triton.jit
-def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """(q.k of a tile of keys, the tile). A source whose column is None is a box descriptor with coordinates. Keys with
-    a tail are two tiles, with a descriptor each; of a latent, the first one is also V.
+def tail_of(place, T: tl.constexpr):
+    """The place of the columns of K that are a tile of their own."""
+    return Place(place.batch, place.end, place.head, place.row, place.column + T.FIRST_DIM)
+
+
+@triton.jit
+def key_products(q, keys, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+    """(q.k of a tile of keys, the tile). Keys with a tail are two tiles, with a box each; of a latent, the first one is
+    also V.
     """
     if T.FP8:
-        return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
-    elif k_source[5] is None:
-        k_tile = load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)
-        return dot(q, tl.trans(k_tile), T), k_tile
+        return quantised_products(q, keys, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     elif T.BLOCK_TAIL > 0:
-        rows, base, table, descs, row, col, scaling = k_source
-        if descs is None:
-            source = (rows, base, table, None, row, col, scaling)
-            tail_source = (rows, base + T.FIRST_DIM, table, None, row, col, scaling)
+        rows, base, table, boxes, place, scales = keys
+        if boxes is None:
+            source = Source(rows, base, table, None, None, scales)
+            tail_source = Source(rows, base + T.FIRST_DIM, table, None, None, scales)
         else:
-            source = (rows, base, table, descs[0], row, col, scaling)
-            tail_source = (rows, base + T.FIRST_DIM, table, descs[1], row, col + T.FIRST_DIM, scaling)
+            source = Source(rows, base, table, boxes[0], place, scales)
+            tail_source = Source(rows, base + T.FIRST_DIM, table, boxes[1], tail_of(place, T), scales)
         tail_dim: tl.constexpr = T.HEAD_DIM - T.FIRST_DIM
         k_tile = load_keys(source, pages, first, seqlen_k, EDGE, BLOCK_N, T.FIRST_DIM, T.BLOCK_D, T)
         tail = load_keys(tail_source, pages, first, seqlen_k, EDGE, BLOCK_N, tail_dim, T.BLOCK_TAIL, T)
         return dot_add(q[1], tl.trans(tail), dot(q[0], tl.trans(k_tile), T), T), k_tile
     else:
-        k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        k_tile = load_keys(keys, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
         return dot(q, tl.trans(k_tile), T), k_tile
 
 
 @triton.jit
 def add_values(
-    acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k,
+    acc, alpha, p, k_tile, values, v_scales, pages, first, seqlen_k,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Return acc * alpha + P V of a tile of keys. V is `k_tile` of a latent."""
     if T.FP8:
-        return add_quantised_values(acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+        return add_quantised_values(acc, alpha, p, k_tile, values, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     else:
         acc = acc * alpha[:, None]
         if T.LATENT:
             v_tile = k_tile
-        elif v_source[5] is None:
-            v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
         else:
-            v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            v_tile = load_keys(values, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
         return dot_add(p.to(v_tile.dtype), v_tile, acc, T)
 
 
@@ -202,9 +204,9 @@ def attend_joined(
     if begin < end:
         tl.assume(begin < end)
         for first in tl.range(begin, end, BLOCK_N):
-            k_tile = load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)
+            k_tile = load_box(k_source.box, k_source.place, first, BLOCK_N, T.HEAD_DIM)
             if PAIRED:
-                v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
+                v_tile = load_box(v_source.box, v_source.place, first, BLOCK_N, T.HEAD_DIM_V)
             dots = dot(q, tl.trans(k_tile), T)
             if (first < full_begin) | (first >= full_end):
                 n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
@@ -213,7 +215,7 @@ def attend_joined(
             p, row_max, row_sum, alpha = softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2)
             acc = acc * alpha[:, None]
             if not PAIRED:
-                v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
+                v_tile = load_box(v_source.box, v_source.place, first, BLOCK_N, T.HEAD_DIM_V)
             acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)
     return acc, row_max, row_sum
 
@@ -357,7 +359,7 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["sizes", "band", "scalars"])
 def forward_kernel(
-    q, k, v, q_scale, k_scale, v_scale, q_desc, k_desc, v_desc, out_desc, k_box, v_box, out, lse, max_logits,
+    q, k, v, q_scale, k_scale, v_scale, q_desc, k_desc, v_desc, out_desc, out, lse, max_logits,
     bias, mask, tile_rows, tile_bits, alibi_slopes, sinks, seed_ptr, lengths, work, sizes, band, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD_QUERIES: tl.constexpr,
     DIRECT: tl.constexpr, JOINED: tl.constexpr, PAIRED: tl.constexpr,
@@ -405,33 +407,19 @@ def forward_kernel(
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
-    q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    query_place = box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
-    if q_desc is not None:
-        key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
-        k_source = (k, k_base, table, k_desc, key_place, None, 0)
-        v_source = (v, v_base, table, v_desc, key_place, None, 0)
-    else:
-        k_row, k_col = box_origin(k_desc, k_box, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_row, v_col = box_origin(v_desc, v_box, batch_idx, kv_head, k_start, T.PACKED_K)
-        k_source = (k, k_base, table, k_desc, k_row, k_col, scaling(k_scale, batch_idx, kv_head, T))
-        v_source = (v, v_base, table, v_desc, v_row, v_col, scaling(v_scale, batch_idx, kv_head, T))
+    table = page_table(lengths, batch_idx, T)
+    place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
+    k_base, v_base = key_base(k, batch_idx, kv_head, k_start, T), key_base(v, batch_idx, kv_head, k_start, T)
+    k_source = Source(k, k_base, table, k_desc, place, scaling(k_scale, batch_idx, kv_head, T))
+    v_source = Source(v, v_base, table, v_desc, place, scaling(v_scale, batch_idx, kv_head, T))
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
     if T.FP8:
-        q_rows = q_base + m_idx.to(tl.int64) * q.stride_row
+        q_rows = head_base(q, batch_idx, head, q_start, T.PACKED_Q) + m_idx.to(tl.int64) * q.stride_row
         q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, m_idx < seqlen_q, T)
-    elif q_desc is not None:
-        q_tile = load_box(q_desc, query_place, m_first, BLOCK_M, T.HEAD_DIM)
     else:
-        q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+        q_tile = load_queries(
+            q, q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+        )
     if HOLD_QUERIES:
         q_tile = in_registers(q_tile, T)
     acc = empty_accumulator(BLOCK_M, T)
@@ -470,7 +458,7 @@ def forward_kernel(
             acc, row_max, row_sum = add_sink(acc, row_max, row_sum, sinks, head, True, scalars, BLOCK_M, T)
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     if out_desc is not None:
-        store_box(out_desc, query_place, m_first, result)
+        store_box(out_desc, box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q), m_first, result)
     else:
         out_base = head_base(out, batch_idx, head, q_start, T.PACKED_Q)
         store_rows(result, out_base, out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)

@@ -31,15 +31,13 @@ from tilewise.backends.triton.arguments import (
     box_descriptors,
     dense_rows,
     is_listed,
-    key_descriptors,
     key_rows,
     listed_heads,
     listed_tiles,
     listing_arguments,
     packed_rows,
     page_rows,
-    part_descriptors,
-    query_descriptors,
+    part_boxes,
     query_rows,
     scale_arguments,
     score_arguments,
@@ -338,8 +336,7 @@ def tiled_calls(plan: Plan, views: Views) -> list[KernelCall]:
     boxed = boxes["q_desc"] is not None
     if config.boxes and not boxed:  # pointers take more registers than boxes: under the limit they spill
         config = replace(config, max_registers=None)
-    streamed = key_descriptors(plan, arguments, config)
-    arguments |= streamed | boxes if boxed else boxes | streamed
+    arguments |= boxes
     # Queries loaded by pointers stay in shared memory: in registers, ptxas waits after every wgmma (C7515).
     arguments["HOLD_QUERIES"] = config.hold_queries and boxed
     traits = plan.traits
@@ -439,7 +436,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
     blocks = plan.row_blocks
     arguments |= {"SPLIT_KEYS": plan.split_keys, "num_blocks": blocks if blocks > 1 else None}
-    arguments |= part_descriptors(plan, arguments, config)
+    arguments |= part_boxes(plan, arguments, config)
     call = tiled(decode.decode_kernel, blocks * splits * problem.num_kv_heads * problem.batch, arguments, config)
     return [call, _combine_call(plan, views, parts)] if num_out else [call]
 
@@ -544,12 +541,10 @@ def _key_gradient_call(plan: Plan, shared: dict[str, Any], config: Config) -> Ke
 
 
 def _streamed(plan: Plan, arguments: dict[str, Any], config: Config, *, queries: bool) -> dict[str, Any]:
-    """Descriptors of what a kernel of the backward streams, q and dout or k and v: boxes, whole tiles or None."""
+    """Boxes of what a kernel of the backward streams, q and dout or k and v; None for both without its one loop."""
     names = ("q", "dout") if queries else ("k", "v")
-    boxes = box_descriptors(plan, arguments, config, *((names, ()) if queries else ((), names)), pads=True)
-    if arguments["JOINED"] and boxes[f"{names[0]}_desc"] is not None:
-        return boxes | dict.fromkeys(f"{name}_box" for name in names)
-    return (query_descriptors if queries else key_descriptors)(plan, arguments, config)
+    config = replace(config, boxes=config.boxes and arguments["JOINED"])
+    return box_descriptors(plan, arguments, config, *((names, ()) if queries else ((), names)), pads=True)
 
 
 def key_gradient_rows(problem: AttentionProblem, dk: View, dv: View) -> dict[str, Any]:

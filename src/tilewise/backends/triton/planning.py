@@ -19,7 +19,6 @@ from tilewise.backends.triton.configs import (
     MIN_DOT_SIDE,
     Config,
     Pass,
-    config_of,
     element_size,
     is_exact,
     is_transformed,
@@ -48,14 +47,6 @@ class Rows(NamedTuple):
     stride_batch: Any
     stride_head: Any
     stride_row: Any
-
-
-class Box(NamedTuple):
-    """Position of a head's rows in the 2-D matrix of a tensor descriptor: row and column steps."""
-
-    rows_per_batch: int
-    rows_per_head: int
-    cols_per_head: int
 
 
 class Grid4(NamedTuple):
@@ -201,7 +192,7 @@ class Plan(NamedTuple):
 
     def config(self, direction: Pass) -> Config:
         """The tile of one pass."""
-        config = config_of(self.problem, self.device, direction)
+        config = configs.config_of(self.problem, self.device, direction)
         if direction == "decode" and self._cuts_pages:
             return configs.within_pages(config, self.traits.PAGE_SIZE)
         return config

@@ -22,6 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import Place
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -139,26 +141,6 @@ def page_base(rows, head):
 
 
 @triton.jit
-def box_origin(desc, box, batch_idx, head, start, PACKED: tl.constexpr):
-    """(row, column) of token 0 of a (sequence, head) in its descriptor's matrix; (0, 0) without a descriptor."""
-    if desc is None:
-        return 0, 0
-    elif PACKED:
-        return start + head * box.rows_per_head, head * box.cols_per_head
-    else:
-        return batch_idx * box.rows_per_batch + head * box.rows_per_head, head * box.cols_per_head
-
-
-@triton.jit
-def tile_origin(desc, box, batch_idx, head, start, length, PACKED: tl.constexpr):
-    """`box_origin`, or (box_place, 0) for a descriptor that knows where rows end: it has no `box`."""
-    if desc is not None and box is None:
-        return box_place(batch_idx, head, start, length, PACKED), 0
-    else:
-        return box_origin(desc, box, batch_idx, head, start, PACKED)
-
-
-@triton.jit
 def tile_pointers(base, stride_row, first, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """(BLOCK, BLOCK_D) pointers to the rows from `first` on: one 64-bit base plus 32-bit offsets within the tile."""
     origin = base + tl.cast(first, tl.int64) * stride_row
@@ -198,19 +180,15 @@ def load_rows(
 
 @triton.jit
 def load_queries(
-    source, first, seqlen_q, CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """A tile of q or dout. `source` is (rows, base, descriptor, row, column). Boxes load all tiles, other descriptors
-    complete ones.
-    """
-    rows, base, desc, row, col = source
-    BOXED: tl.constexpr = False if desc is None else len(desc.block_shape) > 2
-    if BOXED:
-        return load_box(desc, row, first, BLOCK_M, BLOCK_D)
-    elif desc is None or CHECK_ROWS:
-        return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
+    rows, box, batch_idx, head, q_start, first, seqlen_q,
+    CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """A tile of q, dout, out or the tangent of one, by its box if there is one."""
+    if box is not None:
+        return load_box(box, box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q), first, BLOCK_M, BLOCK_D)
     else:
-        return desc.load([row + first, col])
+        base = head_base(rows, batch_idx, head, q_start, T.PACKED_Q)
+        return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
 
 
 @triton.jit
@@ -246,18 +224,37 @@ def clear_rows(
 
 
 @triton.jit
+def key_base(rows, batch_idx, kv_head, k_start, T: tl.constexpr):
+    """Pointer to key 0 of a (sequence, head), or to slot 0 of page 0 of a head; 0 without rows."""
+    if rows is None:
+        return 0
+    elif T.PAGED:
+        return page_base(rows, kv_head)
+    else:
+        return head_base(rows, batch_idx, kv_head, k_start, T.PACKED_K)
+
+
+@triton.jit
+def page_table(lengths, batch_idx, T: tl.constexpr):
+    """Pointer to the table entries of a sequence; 0 without pages."""
+    if T.PAGED:
+        return lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
+    else:
+        return 0
+
+
+@triton.jit
 def key_pages(source, first, seqlen_k, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """The table entries for keys first..first+BLOCK_N of `source` (see load_keys): one if a page holds the whole tile,
-    else one per key. 0 past the end and without pages.
+    """The table entries for keys first..first+BLOCK_N of a Source: one if a page holds the whole tile, else one per
+    key. 0 past the end and without pages.
     """
-    table = source[2]
     if not T.PAGED:
         return 0
     elif T.PAGE_SIZE % BLOCK_N == 0:
-        return tl.load(table + first // T.PAGE_SIZE, mask=first < seqlen_k, other=0)
+        return tl.load(source.table + first // T.PAGE_SIZE, mask=first < seqlen_k, other=0)
     else:
         n_idx = first + tl.arange(0, BLOCK_N)
-        return tl.load(table + n_idx // T.PAGE_SIZE, mask=n_idx < seqlen_k, other=0)
+        return tl.load(source.table + n_idx // T.PAGE_SIZE, mask=n_idx < seqlen_k, other=0)
 
 
 @triton.jit
@@ -272,32 +269,29 @@ def load_keys(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """The one loader of K and V tiles, for dense and packed rows and for pages. `source` is (rows, base, table,
-    descriptor, row, column, scaling); `pages` are the tile's entries from key_pages.
+    """The one loader of K and V tiles, for dense and packed rows and for pages. `pages` are the tile's entries from
+    key_pages of the Source.
 
-    A complete tile of rows comes through the descriptor if there is one. For pages, which then hold whole tiles, `row`
-    is the number of rows of the descriptor's matrix per page. Pages smaller than a tile are gathered row by row. A loop
-    looks its pages up one tile ahead: a lookup in the iteration that needs it would take a pipeline stage and leave one
-    tile less in flight.
+    Boxes load all tiles of rows, and complete tiles of pages, which then hold whole ones. Pages smaller than a tile are
+    gathered row by row. A loop looks its pages up one tile ahead: a lookup in the iteration that needs it would take a
+    pipeline stage and leave one tile less in flight.
     """
-    rows, base, _table, desc, row, col, _scaling = source
-    BOXED: tl.constexpr = False if desc is None else len(desc.block_shape) > 2
-    if BOXED:
-        return load_box(desc, row, first, BLOCK_N, BLOCK_D)
-    elif desc is not None and not CHECK_ROWS:
-        if T.PAGED:
-            return desc.load([pages * row + first % T.PAGE_SIZE, col])
-        return desc.load([row + first, col])
+    if source.box is not None and not T.PAGED:
+        return load_box(source.box, source.place, first, BLOCK_N, BLOCK_D)
+    elif source.box is not None and not CHECK_ROWS:
+        return load_box(source.box, page_place(pages, source.place), first % T.PAGE_SIZE, BLOCK_N, BLOCK_D)
     elif not T.PAGED:
-        return load_rows(base, rows.stride_row, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D)
+        return load_rows(source.base, source.rows.stride_row, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D)
     elif T.PAGE_SIZE % BLOCK_N == 0:
-        origin = base + tl.cast(pages, tl.int64) * rows.stride_batch + first % T.PAGE_SIZE * rows.stride_row
-        offsets = tl.arange(0, BLOCK_N)[:, None] * rows.stride_row + tl.arange(0, BLOCK_D)[None, :]
+        origin = source.base + tl.cast(pages, tl.int64) * source.rows.stride_batch
+        origin += first % T.PAGE_SIZE * source.rows.stride_row
+        offsets = tl.arange(0, BLOCK_N)[:, None] * source.rows.stride_row + tl.arange(0, BLOCK_D)[None, :]
         return load_tile(origin + offsets, first, seqlen_k, CHECK_ROWS, DIM)
     else:
         slots = (first + tl.arange(0, BLOCK_N)) % T.PAGE_SIZE
-        row_offsets = pages.to(tl.int64) * rows.stride_batch + slots * rows.stride_row
-        return load_tile(base + row_offsets[:, None] + tl.arange(0, BLOCK_D)[None, :], first, seqlen_k, CHECK_ROWS, DIM)
+        row_offsets = pages.to(tl.int64) * source.rows.stride_batch + slots * source.rows.stride_row
+        pointers = source.base + row_offsets[:, None] + tl.arange(0, BLOCK_D)[None, :]
+        return load_tile(pointers, first, seqlen_k, CHECK_ROWS, DIM)
 
 
 @triton.jit
@@ -536,34 +530,38 @@ ROWS_APART = tl.constexpr(1 << 30)
 
 @triton.jit
 def box_place(batch_idx, head, start, length, PACKED: tl.constexpr):
-    """Coordinates of token 0 of a (sequence, head) in a descriptor, without columns. A packed sequence begins at row
-    `start` and has `length` rows.
-    """
+    """The Place of token 0 of a (sequence, head). A packed sequence begins at row `start` and has `length` rows."""
     if PACKED:
         # The run-time value comes first: Triton 3.9's interpreter makes a constant of a constant minus a run-time
         # value.
-        return ROWS_APART, start + length, head, -length + ROWS_APART
+        return Place(ROWS_APART, start + length, head, -length + ROWS_APART, 0)
     else:
-        return batch_idx, head, batch_idx * 0
+        return Place(batch_idx, batch_idx * 0, head, batch_idx * 0, 0)
 
 
 @triton.jit
-def load_box(desc, place, first, BLOCK: tl.constexpr, DIM: tl.constexpr):
+def page_place(page, place):
+    """The same place in a page."""
+    return Place(page, place.end, place.head, place.row, place.column)
+
+
+@triton.jit
+def load_box(box, place, first, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Rows `first` to `first + BLOCK` after `place`. Rows past the end of the sequence are 0."""
-    if len(desc.block_shape) == 5:
-        return desc.load([place[0], place[1], place[2], place[3] + first, 0]).reshape([BLOCK, DIM])
+    if len(box.block_shape) == 5:
+        return box.load([place.batch, place.end, place.head, place.row + first, place.column]).reshape([BLOCK, WIDTH])
     else:
-        return desc.load([place[0], place[1], place[2] + first, 0]).reshape([BLOCK, DIM])
+        return box.load([place.batch, place.head, place.row + first, place.column]).reshape([BLOCK, WIDTH])
 
 
 @triton.jit
-def store_box(desc, place, first, tile):
+def store_box(box, place, first, tile):
     """Write a tile to the rows from `first` on. Rows past the end of the sequence are dropped."""
-    rows = tile.to(desc.dtype).reshape(desc.block_shape)
-    if len(desc.block_shape) == 5:
-        desc.store([place[0], place[1], place[2], place[3] + first, 0], rows)
+    rows = tile.to(box.dtype).reshape(box.block_shape)
+    if len(box.block_shape) == 5:
+        box.store([place.batch, place.end, place.head, place.row + first, place.column], rows)
     else:
-        desc.store([place[0], place[1], place[2] + first, 0], rows)
+        box.store([place.batch, place.head, place.row + first, place.column], rows)
 
 
 @triton.jit

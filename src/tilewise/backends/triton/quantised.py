@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import Source
 from tilewise.backends.triton.primitives import NEG_INF, dot, dot_add, head_base, load_keys, page_base
 
 # The range of fp16 above 1, also as a float's exponent bits.
@@ -127,9 +128,9 @@ def tile_scales(
 ):  # fmt: skip
     """The scales of keys first..first+BLOCK_N, code_unit included: one number where they share it, else (1, BLOCK_N).
 
-    `source` is that of load_keys. SHARED_ROWS rows share a scale, 0 means all rows of a head, or of a page.
+    SHARED_ROWS rows share a scale, 0 means all rows of a head, or of a page.
     """
-    scales, base = source[6]
+    scales, base = source.scales
     PER_KEY: tl.constexpr = (T.PAGE_SIZE if T.PAGED and SHARED_ROWS == 0 else SHARED_ROWS) % BLOCK_N != 0
     if not PER_KEY:
         if T.PAGED:
@@ -226,8 +227,7 @@ def quantised_products(
     even, odd = load_columns_of_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.FIRST_DIM, T.BLOCK_D, T)
     dots = dot_add(q_first[1], tl.trans(odd), dot(q_first[0], tl.trans(even), T), T)
     if T.BLOCK_TAIL > 0:
-        rows, base, table, _descs, row, col, scaling_of_keys = k_source
-        source = (rows, base + T.FIRST_DIM // 2, table, None, row, col, scaling_of_keys)
+        source = Source(k_source.rows, k_source.base + T.FIRST_DIM // 2, k_source.table, None, None, k_source.scales)
         REST: tl.constexpr = T.HEAD_DIM - T.FIRST_DIM
         tail = load_columns_of_keys(source, pages, first, seqlen_k, EDGE, BLOCK_N, REST, T.BLOCK_TAIL, T)
         dots = dot_add(q_tail[1], tl.trans(tail[1]), dot_add(q_tail[0], tl.trans(tail[0]), dots, T), T)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import Source
 from tilewise.backends.gpu.work_list import clear_rows, listed_item
 from tilewise.backends.triton.backward import probability
 from tilewise.backends.triton.forward import finish, initial_state, plain_step, with_endless_sinks
@@ -36,16 +37,16 @@ from tilewise.backends.triton.primitives import (
     dropout_keep,
     head_base,
     keep_in_band,
+    key_base,
     key_pages,
     key_range,
     key_span,
-    load_box,
     load_columns,
     load_keys,
-    load_rows,
+    load_queries,
     lse_in_log2,
     natural_scores,
-    page_base,
+    page_table,
     query_span,
     row_pointers,
     score_terms,
@@ -74,60 +75,6 @@ def query_item(work, lengths, sizes, BLOCK_M: tl.constexpr, T: tl.constexpr):
         q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
     return block * BLOCK_M, head, batch_idx, q_start, seqlen_q, k_start, seqlen_k
-
-
-@triton.jit
-def key_origin(rows, desc, kv_head, batch_idx, k_start, seqlen_k, T: tl.constexpr):
-    """Where keys (or values, or their tangents) of a sequence begin: coordinates with a box, else a pointer; 0 without
-    rows.
-
-    A source of keys is (rows, origin, table, box). Kernels build it themselves: Triton 3.6 returns no tuple with None.
-    """
-    if rows is None:
-        return 0
-    elif desc is not None:
-        return box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
-    elif T.PAGED:
-        return page_base(rows, kv_head)
-    else:
-        return head_base(rows, batch_idx, kv_head, k_start, T.PACKED_K)
-
-
-@triton.jit
-def page_table(lengths, batch_idx, T: tl.constexpr):
-    """Pointer to the table entries of a sequence; 0 without pages."""
-    if T.PAGED:
-        return lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        return 0
-
-
-@triton.jit
-def load_source(
-    source, pages, first, seqlen_k,
-    CHECK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """A tile of a source of keys (see key_origin)."""
-    rows, origin, table, desc = source
-    if desc is not None:
-        return load_box(desc, origin, first, BLOCK_N, DIM)
-    else:
-        return load_keys(
-            (rows, origin, table, None, 0, 0, 0), pages, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D, T
-        )
-
-
-@triton.jit
-def load_query_tile(
-    rows, desc, batch_idx, head, q_start, first, seqlen_q,
-    CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """A tile of q, dout or the tangent of q, by a box if there is one."""
-    if desc is not None:
-        return load_box(desc, box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q), first, BLOCK_M, DIM)
-    else:
-        base = head_base(rows, batch_idx, head, q_start, T.PACKED_Q)
-        return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
 
 
 @triton.jit
@@ -200,10 +147,10 @@ def tangent_step(
     k_source, v_source, dot_k_source, dot_v_source = sources
     _m_first, m_idx, head, batch_idx = place
     n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-    k_tile = load_source(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     dot_k_tile = k_tile
     if A.K:
-        dot_k_tile = load_source(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        dot_k_tile = load_keys(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     dots = dot(q_tile, tl.trans(k_tile), T)
     products = product_tangents(q_tile, k_tile, dot_q_tile, dot_k_tile, A.Q, A.K, T)
     scores, capped = dots, dots
@@ -243,7 +190,7 @@ def tangent_step(
         dot_acc = (dot_acc + (mean - new_mean)[:, None] * acc) * alpha[:, None]
         acc = acc * alpha[:, None]
         mean = new_mean
-    v_tile = load_source(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     kept = p
     if T.HAS_DROPOUT:
         keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
@@ -254,7 +201,7 @@ def tangent_step(
     if A.Q or A.K or A.BIAS or (A.SINKS and not KNOWN):
         dot_acc = dot_add((kept * (score - mean[:, None])).to(v_tile.dtype), v_tile, dot_acc, T)
     if A.V:
-        dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        dot_v_tile = load_keys(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
         dot_acc = dot_add(weights, dot_v_tile, dot_acc, T)
     return acc, dot_acc, row_max, row_sum, dot_sum, mean
 
@@ -330,17 +277,18 @@ def tangent_kernel(
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
     table = page_table(lengths, batch_idx, T)
-    k_source = (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc)
-    v_source = (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc)
-    dot_k_source = (dot_k, key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_k_desc)
-    dot_v_source = (dot_v, key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_v_desc)
+    key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
+    k_source = Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, k_desc, key_place, 0)
+    v_source = Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, v_desc, key_place, 0)
+    dot_k_source = Source(dot_k, key_base(dot_k, batch_idx, kv_head, k_start, T), table, dot_k_desc, key_place, 0)
+    dot_v_source = Source(dot_v, key_base(dot_v, batch_idx, kv_head, k_start, T), table, dot_v_desc, key_place, 0)
     sources = (k_source, v_source, dot_k_source, dot_v_source)
-    q_tile = load_query_tile(
+    q_tile = load_queries(
         q, q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
     )
     dot_q_tile = q_tile
     if A.Q:
-        dot_q_tile = load_query_tile(
+        dot_q_tile = load_queries(
             dot_q, dot_q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
         )
     terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
@@ -384,7 +332,7 @@ def tangent_kernel(
     if KNOWN:
         if T.HAS_DROPOUT:
             dot_acc = dot_acc * scalars.keep_scale
-        out_tile = load_query_tile(
+        out_tile = load_queries(
             out, out_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
         )
         dot_result = dot_acc + (mean - dot_sum)[:, None] * out_tile.to(tl.float32)

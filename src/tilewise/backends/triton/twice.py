@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import Source
 from tilewise.backends.gpu.work_list import listed_item
 from tilewise.backends.triton.backward import (
     bias_tile,
@@ -34,14 +35,19 @@ from tilewise.backends.triton.backward import (
 from tilewise.backends.triton.listed import EMPTY, hide_pairs, kind_at
 from tilewise.backends.triton.primitives import (
     around_gap,
+    box_place,
     dot,
     dot_add,
     dropout_keep,
     head_base,
     keep_in_band,
+    key_base,
     key_pages,
     key_range,
     key_span,
+    load_keys,
+    load_queries,
+    page_table,
     query_range,
     query_span,
     score_terms,
@@ -49,16 +55,7 @@ from tilewise.backends.triton.primitives import (
     work_item,
     zeros,
 )
-from tilewise.backends.triton.tangent import (
-    bias_tangent_rows,
-    key_origin,
-    load_query_tile,
-    load_source,
-    page_table,
-    product_tangents,
-    query_item,
-    score_tangents,
-)
+from tilewise.backends.triton.tangent import bias_tangent_rows, product_tangents, query_item, score_tangents
 
 
 @triton.jit
@@ -139,16 +136,14 @@ def key_step(
     n_first, _kv_head, batch_idx, q_start = place
     n_idx = (n_first + tl.arange(0, BLOCK_N))[:, None]
     m_row = first + tl.arange(0, BLOCK_M)
-    q_tile = load_query_tile(
-        q, q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
-    )
+    q_tile = load_queries(q, q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T)
     dot_q_tile = q_tile
     if A.Q:
-        dot_q_tile = load_query_tile(
+        dot_q_tile = load_queries(
             dot_q, dot_q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D,
             T
         )  # fmt: skip
-    dout_tile = load_query_tile(
+    dout_tile = load_queries(
         dout, dout_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
     )
     # Every statistic takes a register for each column of a thread, so each is loaded where it is used.
@@ -252,21 +247,22 @@ def second_key_kernel(
     if n_first >= seqlen_k:
         return
     table = page_table(lengths, batch_idx, T)
-    k_source = (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc)
-    v_source = (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc)
+    key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
+    k_source = Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, k_desc, key_place, 0)
+    v_source = Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, v_desc, key_place, 0)
     pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
-    k_tile = load_source(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-    v_tile = load_source(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     dot_k_tile = k_tile
     if A.K:
-        origin = key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T)
-        dot_k_source = (dot_k, origin, table, dot_k_desc)
-        dot_k_tile = load_source(dot_k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        base = key_base(dot_k, batch_idx, kv_head, k_start, T)
+        dot_k_source = Source(dot_k, base, table, dot_k_desc, key_place, 0)
+        dot_k_tile = load_keys(dot_k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     dot_v_tile = v_tile
     if A.V:
-        origin = key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T)
-        dot_v_source = (dot_v, origin, table, dot_v_desc)
-        dot_v_tile = load_source(dot_v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        base = key_base(dot_v, batch_idx, kv_head, k_start, T)
+        dot_v_source = Source(dot_v, base, table, dot_v_desc, key_place, 0)
+        dot_v_tile = load_keys(dot_v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     dk_acc = zeros(BLOCK_N, T.BLOCK_D)
     dv_acc = zeros(BLOCK_N, T.BLOCK_DV)
     begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
@@ -310,11 +306,11 @@ def query_tile_gradients(
     lse_tile, delta_tile, mean_tile, rate_tile = stats
     _m_first, m_idx, head, batch_idx = place
     n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-    k_tile = load_source(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     dot_k_tile = k_tile
     if A.K:
-        dot_k_tile = load_source(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
-    v_tile = load_source(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        dot_k_tile = load_keys(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     dots = dot(q_tile, tl.trans(k_tile), T)
     products = product_tangents(q_tile, k_tile, dot_q_tile, dot_k_tile, A.Q, A.K, T)
     x = dot(dout_tile, tl.trans(v_tile), T)
@@ -337,7 +333,7 @@ def query_tile_gradients(
         pull, p, score - mean_tile[:, None], raw, capped, rate_tile[:, None], scalars, T
     )  # fmt: skip
     if A.V:
-        dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        dot_v_tile = load_keys(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
         rest = add_tangent_values(rest, dout_tile, dot_v_tile, keep, scalars, T)
     h = p * rest
     w = through_softcap(h, slope, bend, T)
@@ -400,15 +396,15 @@ def query_tiles(
     BLOCK_M: tl.constexpr, A: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Tiles of (q, q', dout)."""
-    q_tile = load_query_tile(
+    q_tile = load_queries(
         q, q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
     )
     dot_q_tile = q_tile
     if A.Q:
-        dot_q_tile = load_query_tile(
+        dot_q_tile = load_queries(
             dot_q, dot_q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
         )
-    dout_tile = load_query_tile(
+    dout_tile = load_queries(
         dout, dout_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
     )
     return q_tile, dot_q_tile, dout_tile
@@ -429,11 +425,12 @@ def second_query_kernel(
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
     table = page_table(lengths, batch_idx, T)
+    key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
     sources = (
-        (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc),
-        (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc),
-        (dot_k, key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_k_desc),
-        (dot_v, key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_v_desc),
+        Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, k_desc, key_place, 0),
+        Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, v_desc, key_place, 0),
+        Source(dot_k, key_base(dot_k, batch_idx, kv_head, k_start, T), table, dot_k_desc, key_place, 0),
+        Source(dot_v, key_base(dot_v, batch_idx, kv_head, k_start, T), table, dot_v_desc, key_place, 0),
     )
     tiles = query_tiles(
         q, dot_q, dout, q_desc, dot_q_desc, dout_desc, batch_idx, head, q_start, m_first, seqlen_q, BLOCK_M, A, T
@@ -485,10 +482,10 @@ def second_bias_kernel(
             kv_head = head // T.GROUP_SIZE
             table = page_table(lengths, batch_idx, T)
             sources = (
-                (k, key_origin(k, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
-                (v, key_origin(v, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
-                (dot_k, key_origin(dot_k, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
-                (dot_v, key_origin(dot_v, None, kv_head, batch_idx, k_start, seqlen_k, T), table, None),
+                Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, None, None, 0),
+                Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, None, None, 0),
+                Source(dot_k, key_base(dot_k, batch_idx, kv_head, k_start, T), table, None, None, 0),
+                Source(dot_v, key_base(dot_v, batch_idx, kv_head, k_start, T), table, None, None, 0),
             )
             tiles = query_tiles(
                 q, dot_q, dout, None, None, None, batch_idx, head, q_start, m_first, seqlen_q, BLOCK_M, A, T
