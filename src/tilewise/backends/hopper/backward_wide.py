@@ -107,7 +107,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, work_pt
         group = sizes.group_size
         first = block * C.BLOCK_N
         row_tile = row_tile_of(item * group, q_span, sizes, C)
-        lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
+        lo, hi = query_tiles(first, q_span.length, kv_span.length, sizes, C)
         if lo < hi:  # the first query tile before K and V, because its ring slots become free before theirs
             q_at, dout_at = load_queries(
                 q_desc, dout_desc, stats_desc, pipe, q_at, dout_at, q_span, kv_head * group, row_tile, lo, C
@@ -282,8 +282,8 @@ def consumer(dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, ROLE: 
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C)
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         first = block * C.BLOCK_N
-        seqlen_q = q_span[2]
-        seqlen_k = kv_span[2]
+        seqlen_q = q_span.length
+        seqlen_k = kv_span.length
         lo, hi = query_tiles(first, seqlen_q, seqlen_k, sizes, C)
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         acc, acc_rest = make_sum(WIDTH, WIDTH_REST)

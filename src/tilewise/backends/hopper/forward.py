@@ -28,6 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Span
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
@@ -89,7 +90,7 @@ def load_pages(
         first = row + c * CHUNK
         number = first // PAGE_SIZE
         page = gl.load(pages + number, mask=first < length, other=0)
-        span = (0, page * page_rows, max(min(length - number * PAGE_SIZE, PAGE_SIZE), 0))
+        span = Span(0, page * page_rows, max(min(length - number * PAGE_SIZE, PAGE_SIZE), 0))
         for panel in gl.static_range(D // 64):
             box = smem[0].index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
             place = tile_at(span, head, first - number * PAGE_SIZE, panel * 64, True)
@@ -104,8 +105,8 @@ def load_pages(
 def load_keys(desc, smem, slot, ready, paging, span, head, row, C: gl.constexpr):
     """Start the copy of a tile of K."""
     if C.IS_PAGED:
-        pages = paging[0] + span[0] * paging[1]
-        load_pages(desc, smem, slot, ready, pages, paging[2], span[2], head, row, C.D, C.D_REST, C)
+        pages = paging.table + span.sequence * paging.stride
+        load_pages(desc, smem, slot, ready, pages, paging.k_rows, span.length, head, row, C.D, C.D_REST, C)
     else:
         load_tile(desc, smem, slot, ready, span, head, row, C.D, C.D_REST, C)
 
@@ -114,8 +115,8 @@ def load_keys(desc, smem, slot, ready, paging, span, head, row, C: gl.constexpr)
 def load_values(desc, smem, slot, ready, paging, span, head, row, C: gl.constexpr):
     """Start the copy of a tile of V."""
     if C.IS_PAGED:
-        pages = paging[0] + span[0] * paging[1]
-        load_pages(desc, smem, slot, ready, pages, paging[3], span[2], head, row, C.DV, C.DV_REST, C)
+        pages = paging.table + span.sequence * paging.stride
+        load_pages(desc, smem, slot, ready, pages, paging.v_rows, span.length, head, row, C.DV, C.DV_REST, C)
     else:
         load_tile(desc, smem, slot, ready, span, head, row, C.DV, C.DV_REST, C)
 
@@ -160,13 +161,13 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         kv_head = head // sizes.group_size
         if C.IS_LISTED:
-            entries = list_at(lists, q_span[0], head, tile)
+            entries = list_at(lists, q_span.sequence, head, tile)
             count = pipe.tiles.word(tile_turn, 4, 1)
             last = pipe.tiles.word(tile_turn, 6, 1)
             row = last * BLOCK_N
             following, _ = entry_at(entries, min(1, count - 1))
         else:
-            last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+            last, count = key_tiles(block, q_span.length, kv_span.length, sizes, C)
         # Load the first K right after the first warpgroup's Q, so that this warpgroup can start.
         for w in gl.static_range(NUM_WARPGROUPS):
             at = q_at.lane(w, NUM_WARPGROUPS)
@@ -376,8 +377,8 @@ def consumer(
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        seqlen_q = q_span[2]
-        seqlen_k = kv_span[2]
+        seqlen_q = q_span.length
+        seqlen_k = kv_span.length
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
         hidden = 0
         if C.IS_LISTED:
@@ -385,7 +386,7 @@ def consumer(
             masked = uniform(pipe.tiles.word(tile_turn, 5, 4))
             last = pipe.tiles.word(tile_turn, 6, 4)
             kind = pipe.tiles.word(tile_turn, 7, 4)
-            entries = list_at(lists, q_span[0], head, tile)
+            entries = list_at(lists, q_span.sequence, head, tile)
             n_next, kind_next = entry_at(entries, min(1, count - 1))
         else:
             # The rightmost tile, then the rest of the right edge, whole tiles, the left edge.
@@ -447,7 +448,7 @@ def consumer(
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         if DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
+        store_lse(lse, lse_ptr, item, row, q_span.start, seqlen_q, sizes, C)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
         if C.MERGE_KV:
             pipe.k_ring.release(at)
@@ -500,22 +501,20 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "lists", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr", "block_table"],
+    do_not_specialize=["scale_log2", "cap_scale", "paging", "lists", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr"],
 )
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, max_ptr, counter_ptr,
-    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    work_ptr, paging, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles.
 
     Descriptors come in pairs for the two column parts; *_rest is None without a second part. Packed queries: work_ptr
-    is the list of their blocks (gpu/work_list.py). Paged keys: block_table holds the pages of the sequences; a page
-    begins every k_page_rows (v_page_rows) rows of K (V). Tile mask: `lists` are those of listed.Lists. What a problem
-    does not have is None.
+    is the list of their blocks (gpu/work_list.py). Tile mask: `lists` are those of listed.Lists. What a problem does
+    not have is None.
     """
     queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
-    paging = (block_table, table_stride, k_page_rows, v_page_rows)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:

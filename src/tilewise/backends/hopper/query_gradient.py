@@ -44,7 +44,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, work_ptr, sizes, pipe, C: gl.con
     V_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.DV + C.DV_REST)
     block, _, head, q_span, kv_span = own_tile(work_ptr, sizes, C.HAS_RIGHT, C)
     kv_head = head // sizes.group_size
-    last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+    last, count = key_tiles(block, q_span.length, kv_span.length, sizes, C)
     for w in gl.static_range(2):
         ready = pipe.query_ring.acquire(start(1).lane(w, 2), QUERY_BYTES)
         row = block * 128 + w * 64
@@ -141,8 +141,8 @@ def consumer(
     D_REST: gl.constexpr = C.D_REST
     block, item, head, q_span, kv_span = own_tile(work_ptr, sizes, C.HAS_RIGHT, C)
     row = block * 128 + WARPGROUP * 64
-    seqlen_q = q_span[2]
-    seqlen_k = kv_span[2]
+    seqlen_q = q_span.length
+    seqlen_k = kv_span.length
     last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
     begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
     lse, delta = load_statistics(stats_ptr, row_tile_of(item, q_span, sizes, C), row, seqlen_q, C)
