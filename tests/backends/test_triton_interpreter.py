@@ -23,6 +23,7 @@ import tilewise
 from interpreting import interpret
 from making import watched
 from tilewise import fp8
+from tilewise.backends.gpu.records import Window
 from tilewise.masks import Band, TileGrid, TileKind
 from tilewise.testing.tiles import overridden
 
@@ -35,7 +36,7 @@ planning = pytest.importorskip("tilewise.backends.triton.planning")
 quantising = pytest.importorskip("tilewise.backends.triton.quantising")
 key_range, query_range = primitives.key_range, primitives.query_range
 sequence_of = primitives.sequence_of
-DeviceBand, Traits = planning.Band, planning.Traits
+DeviceBand, Traits = Window, planning.Traits
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 

@@ -6,21 +6,22 @@ multiples of 16 bytes), and whether the columns of a bias, mask or statistic are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.backends.gpu.arguments import Views, lengths_of, paging_of, scales_of, single_address
 from tilewise.backends.gpu.launching import View
+from tilewise.backends.gpu.records import Grid, Rows, Terms
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, Multiple, Tile
 from tilewise.backends.gpu.work_list import heads_per_wave, list_size, listed_parts, most_blocks, rows_together
 from tilewise.backends.triton.configs import Config, Pass
-from tilewise.backends.triton.planning import Grid4, Lengths, Listed, Plan, Rows, Tail
+from tilewise.backends.triton.planning import Listed, Plan, Tail
 from tilewise.backends.triton.primitives import ROWS_APART
 from tilewise.problem import AttentionProblem
 from tilewise.tiles import sections
 
-Views = Mapping[str, View]
 # The dimensions whose strides are those of (sequence, head, token); None stands for a stride of 0.
 Dims = tuple[int | None, int | None, int | None]
 DENSE: Dims = (0, 1, 2)
@@ -258,29 +259,27 @@ def stat_arguments(plan: Plan, passes: Passes = ONCE, *, packed: bool | None = N
 def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
     """Arguments of every kernel that computes scores."""
     problem = plan.problem
-    slopes, table = views.get("alibi_slopes"), views.get("block_table")
+    slopes = views.get("alibi_slopes")
     return {
         "q": query_rows(plan, "q", views["q"]),
         "k": key_rows(problem, "k", views["k"]),
         "v": key_rows(problem, "v", views["v"]),
-        "bias": grid_argument(views, "bias"),
-        "mask": grid_argument(views, "mask"),
+        "terms": Terms(
+            bias=grid_argument(views, "bias"),
+            mask=grid_argument(views, "mask"),
+            alibi_slopes=None
+            if slopes is None
+            else Rows(single_address(views, "alibi_slopes"), slopes.strides[0], slopes.strides[1], 0),
+            seed=single_address(views, "seed") if problem.dropout > 0.0 else None,
+        ),
         "tile_map": grid_argument(views, "tiles"),
         "tile_bits": single_address(views, "tile_bits"),
         **_list_rows(problem),
-        "alibi_slopes": None
-        if slopes is None
-        else Rows(single_address(views, "alibi_slopes"), slopes.strides[0], slopes.strides[1], 0),
-        "seed_ptr": single_address(views, "seed") if problem.dropout > 0.0 else None,
-        "lengths": Lengths(
-            single_address(views, "cu_seqlens_q"),
-            single_address(views, "cu_seqlens_k"),
-            single_address(views, "block_table"),
-            single_address(views, "seqlens_k"),
-            None if table is None else table.strides[0],
-        ),
+        "scales": scales_of(problem, views),
+        "lengths": lengths_of(views),
+        "paging": paging_of(views),
         "sizes": plan.sizes,
-        "band": plan.band,
+        "window": plan.window,
         "scalars": plan.scalars,
         "T": plan.traits,
     }
@@ -303,21 +302,7 @@ def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def scale_arguments(views: Views) -> dict[str, Any]:
-    """The scales of 8-bit operands as rows of (sequence or page, head, block). None without scales."""
-    found: dict[str, Any] = {}
-    for name in ("q_scale", "k_scale", "v_scale"):
-        address = single_address(views, name)
-        found[name] = None if address is None else Rows(address, *views[name].strides)
-    return found
-
-
-def single_address(views: Views, name: str) -> Address | None:
-    """A tensor that is read one element at a time, so its alignment does not matter."""
-    return Address(name, views[name].dtype, aligned=False) if name in views else None
-
-
-def grid_argument(views: Views, name: str) -> Grid4 | None:
+def grid_argument(views: Views, name: str) -> Grid | None:
     """A bias, its tangent or a mask; None without one."""
     view = views.get(name)
     if view is None:
@@ -327,8 +312,8 @@ def grid_argument(views: Views, name: str) -> Grid4 | None:
     batch, head, row, column = view.strides
     last: Any = Fixed(column) if column in (0, 1) else column
     if not view.aligned or any(stride % unit for stride in (batch, head, row)):
-        return Grid4(Address(name, dtype, aligned=False), batch, head, row, last)
-    return Grid4(Address(name, dtype), Multiple(batch, unit), Multiple(head, unit), Multiple(row, unit), last)
+        return Grid(Address(name, dtype, aligned=False), batch, head, row, last)
+    return Grid(Address(name, dtype), Multiple(batch, unit), Multiple(head, unit), Multiple(row, unit), last)
 
 
 def is_listed(plan: Plan, direction: Pass) -> bool:

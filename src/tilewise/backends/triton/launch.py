@@ -17,8 +17,10 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu import launching, tile_lists
+from tilewise.backends.gpu.arguments import Views, single_address
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
+from tilewise.backends.gpu.records import BiasShape
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
 from tilewise.backends.gpu.work_list import list_call, list_size
 from tilewise.backends.triton import backward as bwd
@@ -27,7 +29,6 @@ from tilewise.backends.triton.arguments import (
     ONCE,
     STAT_TILE,
     Passes,
-    Views,
     box_descriptors,
     dense_rows,
     is_listed,
@@ -39,9 +40,7 @@ from tilewise.backends.triton.arguments import (
     page_rows,
     part_boxes,
     query_rows,
-    scale_arguments,
     score_arguments,
-    single_address,
     stat_arguments,
     stat_descriptors,
     stat_rows,
@@ -331,7 +330,7 @@ def backward_calls(
 def tiled_calls(plan: Plan, views: Views) -> list[KernelCall]:
     """The forward kernel, preceded for packed sequences by the kernel that lists their tiles."""
     problem, config = plan.problem, plan.config("forward")
-    arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
+    arguments = score_arguments(plan, views) | _results(plan, views)
     boxes = box_descriptors(plan, arguments, config)
     boxed = boxes["q_desc"] is not None
     if config.boxes and not boxed:  # pointers take more registers than boxes: under the limit they spill
@@ -432,7 +431,7 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
         "out_parts": Address("workspace", torch.float32, offset=lse_bytes) if num_out else None,
         "lse_parts": Address("workspace", torch.float32) if num_lse else None,
     }
-    arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views) | parts
+    arguments = score_arguments(plan, views) | _results(plan, views) | parts
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
     blocks = plan.row_blocks
     arguments |= {"SPLIT_KEYS": plan.split_keys, "num_blocks": blocks if blocks > 1 else None}
@@ -627,7 +626,7 @@ def bias_gradient_call(
     arguments = shared | {
         "dbias": Address("dbias", dbias.dtype),
         # Broadcast dimensions are compiled in.
-        "shape": tuple(Fixed(1) if size == 1 else size for size in shape),
+        "shape": BiasShape(*(Fixed(1) if size == 1 else size for size in shape)),
         "num_shares": shares,
     }
     return tiled(kernel, shares * tiles, arguments, plan.config(bias_pass))

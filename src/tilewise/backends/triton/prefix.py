@@ -25,20 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise.backends.gpu.arguments import Views, single_address
 from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, named_views, raw_views
-from tilewise.backends.gpu.records import Source
+from tilewise.backends.gpu.records import QueryTile, Rows, Source, Stretch
 from tilewise.backends.gpu.symbols import Address, KernelCall, renamed
-from tilewise.backends.triton.arguments import (
-    Views,
-    packed_rows,
-    page_box,
-    scale_arguments,
-    score_arguments,
-    single_address,
-)
+from tilewise.backends.triton.arguments import packed_rows, page_box, score_arguments
 from tilewise.backends.triton.configs import Config
 from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state, load_query_rows
-from tilewise.backends.triton.planning import Plan, Rows, of_rows, plan_for
+from tilewise.backends.triton.planning import Plan, of_rows, plan_for
 from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
@@ -59,10 +53,10 @@ from tilewise.problem import AttentionProblem
 SPLITS_AT_ONCE, MERGED_ROWS = tl.constexpr(4), tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["sizes", "band", "scalars", "num_rows", "num_blocks", "num_splits"])
+@triton.jit(do_not_specialize=["sizes", "window", "scalars", "num_rows", "num_blocks", "num_splits"])
 def prefix_kernel(
-    q, k, v, k_scale, v_scale, k_desc, v_desc, rows, out, lse, out_parts, lse_parts, counters, lengths,
-    sizes, band, scalars, num_rows, num_blocks, num_splits,
+    q, k, v, scales, k_desc, v_desc, rows, out, lse, out_parts, lse_parts, counters, lengths, paging,
+    sizes, window, scalars, num_rows, num_blocks, num_splits,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Partial (out, lse) of a tile of a group's rows over one split of its prefix, as (split, row, head). `rows`
@@ -81,22 +75,23 @@ def prefix_kernel(
     place_in_group = block * BLOCK_M + tl.arange(0, BLOCK_M)
     m_idx = place_in_group // T.GROUP_SIZE
     head = kv_head * T.GROUP_SIZE + place_in_group % T.GROUP_SIZE
+    own = QueryTile(block * BLOCK_M, m_idx, head, group)
     row_ok = m_idx < count
     token = start + m_idx
     row = token
     if rows is not None:
         row = tl.load(rows + token, mask=row_ok, other=0)
     q_rows = q.ptr + head.to(tl.int64) * q.stride_head + row.to(tl.int64) * q.stride_row
-    table = page_table(lengths, group, T)
+    table = page_table(paging, group, T)
     key_place = box_place(group, kv_head, start, seqlen_k, False)
     k_base, v_base = key_base(k, group, kv_head, start, T), key_base(v, group, kv_head, start, T)
-    k_source = Source(k, k_base, table, k_desc, key_place, scaling(k_scale, group, kv_head, T))
-    v_source = Source(v, v_base, table, v_desc, key_place, scaling(v_scale, group, kv_head, T))
+    k_source = Source(k, k_base, table, k_desc, key_place, scaling(scales.k, group, kv_head, T))
+    v_source = Source(v, v_base, table, v_desc, key_place, scaling(scales.v, group, kv_head, T))
     if T.FP8:
         q_tile = load_query_columns(None, q_rows, group, head, m_idx, row_ok, T)
     else:
         q_tile = load_query_rows(q_rows, row_ok, T)
-    terms = score_terms(None, None, None, None, group, head[:, None], m_idx[:, None], count, T)
+    row_terms = score_terms(None, group, head[:, None], m_idx[:, None], count, T)
     row_max, row_sum = initial_state(None, head, False, scalars, BLOCK_M, T)
     tiles = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     share = (tiles + num_splits - 1) // num_splits * BLOCK_N
@@ -104,12 +99,12 @@ def prefix_kernel(
     end = tl.minimum(begin + share, seqlen_k)
     whole = begin + (end - begin) // BLOCK_N * BLOCK_N
     acc, row_max, row_sum = attend(
-        empty_accumulator(BLOCK_M, T), row_max, row_sum, q_tile, k_source, v_source, (m_idx, head, group), terms,
-        scalars, band, count, seqlen_k, begin, whole, whole, whole, False, BLOCK_N, T
+        empty_accumulator(BLOCK_M, T), row_max, row_sum, q_tile, k_source, v_source, own, row_terms,
+        scalars, window, count, seqlen_k, Stretch(begin, whole, whole, whole), False, BLOCK_N, T
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k_source, v_source, (m_idx, head, group), terms, scalars, band, count, seqlen_k,
-        whole, whole, whole, end, True, BLOCK_N, T
+        acc, row_max, row_sum, q_tile, k_source, v_source, own, row_terms, scalars, window, count,
+        seqlen_k, Stretch(whole, whole, whole, end), True, BLOCK_N, T
     )  # fmt: skip
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     dv_idx = tl.arange(0, T.BLOCK_DV)[None, :]
@@ -231,7 +226,7 @@ RENAMED = {
 # The batch's own tables, which such a call does not read.
 UNUSED = {"block_table": "whole_table", "seqlens_k": "whole_seqlens"}
 # The score arguments that the prefix kernel takes.
-SCORED = ("q", "k", "v", "lengths", "sizes", "band", "scalars", "T")
+SCORED = ("q", "k", "v", "scales", "lengths", "paging", "sizes", "window", "scalars", "T")
 # Programs per SM and the maximum number of splits. The merge reads the parts of all splits, so one program per SM wins.
 PROGRAMS, MAX_SPLITS = 1, 32
 # Splits that a warp merges at a time. One (row, head) pair per program is fastest.
@@ -359,9 +354,9 @@ def prefix_calls(
         "out": packed_rows("out", views["out"], heads),
         "lse": Rows(single_address(views, "lse"), 0, *lse.strides),
     }
-    scored = score_arguments(plan, views) | scale_arguments(views)
+    scored = score_arguments(plan, views)
     blocks = _blocks(problem, device)
-    attended = shared | {name: scored[name] for name in (*SCORED, "k_scale", "v_scale")}
+    attended = shared | {name: scored[name] for name in SCORED}
     attended |= _boxes(plan, scored, config)
     attended |= results if joined else dict.fromkeys(results)
     attended |= {

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilewise.backends.gpu.records import Place
+from tilewise.backends.gpu.records import DropoutOrigin, Place, RowTerms
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -235,10 +235,10 @@ def key_base(rows, batch_idx, kv_head, k_start, T: tl.constexpr):
 
 
 @triton.jit
-def page_table(lengths, batch_idx, T: tl.constexpr):
+def page_table(paging, batch_idx, T: tl.constexpr):
     """Pointer to the table entries of a sequence; 0 without pages."""
     if T.PAGED:
-        return lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
+        return paging.table + tl.cast(batch_idx, tl.int64) * paging.stride
     else:
         return 0
 
@@ -295,7 +295,7 @@ def load_keys(
 
 
 @triton.jit
-def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+def key_range(m_first, seqlen_q, seqlen_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
     """(begin, full_begin, full_end, end): the keys a query tile visits, and within them the tiles that need no mask.
 
     All but `end` are multiples of BLOCK_N, and begin <= full_begin <= full_end <= end unless nothing is visited.
@@ -307,11 +307,11 @@ def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N:
     end = seqlen_k
     full_end = seqlen_k
     if T.HAS_LEFT:
-        begin = tl.maximum(m_first + diagonal - band.left, 0)
-        full_begin = (tl.maximum(m_last + diagonal - band.left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(m_first + diagonal - window.left, 0)
+        full_begin = (tl.maximum(m_last + diagonal - window.left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     if T.HAS_RIGHT:
-        end = tl.maximum(tl.minimum(seqlen_k, m_last + diagonal + band.right + 1), 0)
-        full_end = tl.maximum(tl.minimum(seqlen_k, m_first + diagonal + band.right + 1), 0)
+        end = tl.maximum(tl.minimum(seqlen_k, m_last + diagonal + window.right + 1), 0)
+        full_end = tl.maximum(tl.minimum(seqlen_k, m_first + diagonal + window.right + 1), 0)
     end = tl.where(begin < end, end, 0)
     full_begin = tl.minimum(full_begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
     full_end = tl.maximum(tl.minimum(full_end, end) // BLOCK_N * BLOCK_N, full_begin)
@@ -319,7 +319,7 @@ def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+def query_range(n_first, seqlen_q, seqlen_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
     """(begin, full_begin, full_end, end): the queries that see a key tile, and within them the tiles that need no mask.
 
     Keys past seqlen_k need no mask here: row n of dK and dV depends on key n alone and is not stored.
@@ -331,11 +331,11 @@ def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_
     end = seqlen_q
     full_end = seqlen_q
     if T.HAS_RIGHT:
-        begin = tl.maximum(n_first - diagonal - band.right, 0)
-        full_begin = (tl.maximum(n_last - diagonal - band.right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+        begin = tl.maximum(n_first - diagonal - window.right, 0)
+        full_begin = (tl.maximum(n_last - diagonal - window.right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     if T.HAS_LEFT:
-        end = tl.maximum(tl.minimum(seqlen_q, n_last - diagonal + band.left + 1), 0)
-        full_end = tl.maximum(tl.minimum(seqlen_q, n_first - diagonal + band.left + 1), 0)
+        end = tl.maximum(tl.minimum(seqlen_q, n_last - diagonal + window.left + 1), 0)
+        full_end = tl.maximum(tl.minimum(seqlen_q, n_first - diagonal + window.left + 1), 0)
     end = tl.where(begin < end, end, 0)
     full_begin = tl.minimum(full_begin, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     full_end = tl.maximum(tl.minimum(full_end, end) // BLOCK_M * BLOCK_M, full_begin)
@@ -352,16 +352,16 @@ def around_gap(position, gap_begin, gap_end, EDGE: tl.constexpr):
 
 
 @triton.jit
-def keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T: tl.constexpr):
+def keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, window, T: tl.constexpr):
     """Which (query, key) pairs of an edge tile exist and are not masked by causality or window."""
     diagonal = seqlen_k - seqlen_q
     # One bound per row and one comparison per score.
     last = seqlen_k - 1
     if T.HAS_RIGHT:
-        last = tl.minimum(m_idx + (diagonal + band.right), last)
+        last = tl.minimum(m_idx + (diagonal + window.right), last)
     keep = n_idx <= last
     if T.HAS_LEFT:
-        keep = keep & (n_idx >= m_idx + (diagonal - band.left))
+        keep = keep & (n_idx >= m_idx + (diagonal - window.left))
     return keep
 
 
@@ -374,10 +374,8 @@ def row_pointers(grid4, batch_idx, head, m_idx, seqlen_q):
 
 
 @triton.jit
-def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
-    """The score terms of these rows: (slope, bias_rows, bias_stride, mask_rows, mask_stride, seed); 0 where unused.
-    With DROPOUT_ORIGIN, `seed` is (seed, batch, head, row, draw): the origin of the random counters.
-    """
+def score_terms(terms, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
+    """The RowTerms of these rows."""
     slope = 0.0
     bias_rows = 0
     bias_stride = 0
@@ -385,23 +383,24 @@ def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seql
     mask_stride = 0
     seed = 0
     if T.HAS_ALIBI:
-        slope = tl.load(alibi_slopes.ptr + batch_idx * alibi_slopes.stride_batch + head * alibi_slopes.stride_head)
+        slopes = terms.alibi_slopes
+        slope = tl.load(slopes.ptr + batch_idx * slopes.stride_batch + head * slopes.stride_head)
     if T.HAS_BIAS:
-        bias_rows = row_pointers(bias, batch_idx, head, m_idx, seqlen_q)
-        bias_stride = bias.stride_col
+        bias_rows = row_pointers(terms.bias, batch_idx, head, m_idx, seqlen_q)
+        bias_stride = terms.bias.stride_col
     if T.HAS_MASK:
-        mask_rows = row_pointers(mask, batch_idx, head, m_idx, seqlen_q)
-        mask_stride = mask.stride_col
+        mask_rows = row_pointers(terms.mask, batch_idx, head, m_idx, seqlen_q)
+        mask_stride = terms.mask.stride_col
     if T.HAS_DROPOUT:
-        seed = tl.load(seed_ptr)
+        seed = tl.load(terms.seed)
     if T.DROPOUT_ORIGIN:
         # The counter's words have 32 bits. Four keys share a draw, and the first of them is a multiple of four.
-        batch_origin = tl.load(seed_ptr + 1).to(tl.int32)
-        head_origin = tl.load(seed_ptr + 2).to(tl.int32)
-        row_origin = tl.load(seed_ptr + 3).to(tl.int32)
-        draw_origin = (tl.load(seed_ptr + 4) // 4).to(tl.int32)
-        seed = (seed, batch_origin, head_origin, row_origin, draw_origin)  # type: ignore[assignment]
-    return slope, bias_rows, bias_stride, mask_rows, mask_stride, seed
+        batch_origin = tl.load(terms.seed + 1).to(tl.int32)
+        head_origin = tl.load(terms.seed + 2).to(tl.int32)
+        row_origin = tl.load(terms.seed + 3).to(tl.int32)
+        draw_origin = (tl.load(terms.seed + 4) // 4).to(tl.int32)
+        seed = DropoutOrigin(seed, batch_origin, head_origin, row_origin, draw_origin)  # type: ignore[assignment]
+    return RowTerms(slope, bias_rows, bias_stride, mask_rows, mask_stride, seed)
 
 
 @triton.jit
@@ -424,21 +423,20 @@ def tanh(x):
 
 
 @triton.jit
-def natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, CHECK: tl.constexpr, T: tl.constexpr):
+def natural_scores(dots, m_idx, n_idx, row_terms, scalars, seqlen_q, seqlen_k, CHECK: tl.constexpr, T: tl.constexpr):
     """(scores, capped): the contract's steps 1 to 4 and the boolean mask. `capped` is the score right after the
     softcap.
     """
-    slope, bias_rows, bias_stride, mask_rows, mask_stride, _ = terms
     scores = dots * scalars.scale
     if T.HAS_SOFTCAP:
         scores = scalars.softcap * tanh(scores / scalars.softcap)
     capped = scores
     if T.HAS_ALIBI:
-        scores -= slope * tl.abs(m_idx + (seqlen_k - seqlen_q) - n_idx).to(tl.float32)
+        scores -= row_terms.slope * tl.abs(m_idx + (seqlen_k - seqlen_q) - n_idx).to(tl.float32)
     if T.HAS_BIAS:
-        scores += load_columns(bias_rows, bias_stride, n_idx, seqlen_k, CHECK).to(tl.float32)
+        scores += load_columns(row_terms.bias_rows, row_terms.bias_stride, n_idx, seqlen_k, CHECK).to(tl.float32)
     if T.HAS_MASK:
-        seen = load_columns(mask_rows, mask_stride, n_idx, seqlen_k, CHECK)
+        seen = load_columns(row_terms.mask_rows, row_terms.mask_stride, n_idx, seqlen_k, CHECK)
         if T.HAS_DROPOUT:
             seen = unrelated(seen, T)
         scores = tl.where(seen != 0, scores, NEG_INF)
@@ -511,11 +509,11 @@ def dropout_keep(seed, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.co
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
     first_draw = first // 4
     if T.DROPOUT_ORIGIN:
-        seed, batch_origin, head_origin, row_origin, draw_origin = seed
-        batch_idx += batch_origin
-        head += head_origin
-        m_idx += row_origin
-        first_draw += draw_origin
+        batch_idx += seed.batch
+        head += seed.head
+        m_idx += seed.row
+        first_draw += seed.draw
+        seed = seed.seed
     draw = zero + (first_draw + tl.arange(0, BLOCK_N // 4))[None, :]
     rows = zero + m_idx[:, None]
     heads = zero + (head + tl.zeros([BLOCK_M], tl.int32))[:, None]
