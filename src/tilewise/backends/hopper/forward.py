@@ -28,7 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
-from tilewise.backends.gpu.records import Span
+from tilewise.backends.gpu.records import Parts, Span
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
@@ -92,13 +92,13 @@ def load_pages(
         page = gl.load(pages + number, mask=first < length, other=0)
         span = Span(0, page * page_rows, max(min(length - number * PAGE_SIZE, PAGE_SIZE), 0))
         for panel in gl.static_range(D // 64):
-            box = smem[0].index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
+            box = smem.first.index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
             place = tile_at(span, head, first - number * PAGE_SIZE, panel * 64, True)
-            async_load(desc[0], place, ready, box)
+            async_load(desc.first, place, ready, box)
         for panel in gl.static_range(D_REST // 64):
-            box = smem[1].index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
+            box = smem.rest.index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
             place = tile_at(span, head, first - number * PAGE_SIZE, D + panel * 64, True)
-            async_load(desc[1], place, ready, box)
+            async_load(desc.rest, place, ready, box)
 
 
 @gluon.jit
@@ -274,7 +274,7 @@ def attend_first(
     acc_rest = 0
     if DV_REST:
         acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
-    return acc, acc_rest, carried(p, pipe.v_smem[0].dtype, C), factor, row_ref, row_sum, row_top
+    return acc, acc_rest, carried(p, pipe.v_smem.first.dtype, C), factor, row_ref, row_sum, row_top
 
 
 @gluon.jit
@@ -288,7 +288,7 @@ def attend(
     tile mask's tile, where there is a mask.
     """
     IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
-    p_operand = left_operand(p, pipe.v_smem[0].dtype, C)
+    p_operand = left_operand(p, pipe.v_smem.first.dtype, C)
     v_at = at
     at = at.next()
     if MASKED and C.IS_LISTED:
@@ -318,7 +318,7 @@ def attend(
     p, factor, row_ref, row_sum, top = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     if C.KEEPS_TOP:
         row_top = gl.maximum(row_top, top)
-    p = carried(p, pipe.v_smem[0].dtype, C)
+    p = carried(p, pipe.v_smem.first.dtype, C)
     if not MASKED:
         if C.PIN_EXP:
             row_sum = pin(row_sum)
@@ -345,16 +345,16 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
     """Write one warpgroup's rows of O through shared memory by TMA, which drops rows past the end."""
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
-    DTYPE: gl.constexpr = pipe.out_smem[0].dtype
+    DTYPE: gl.constexpr = pipe.out_smem.first.dtype
     if not C.OUT_IN_Q:
         tma.store_wait(0)  # the last tile's store has read this buffer
-    pipe.out_smem[0].index(slot).reshape([64, DV]).store(acc.to(DTYPE))
+    pipe.out_smem.first.index(slot).reshape([64, DV]).store(acc.to(DTYPE))
     if DV_REST:
-        pipe.out_smem[1].index(slot).reshape([64, DV_REST]).store(acc_rest.to(DTYPE))
+        pipe.out_smem.rest.index(slot).reshape([64, DV_REST]).store(acc_rest.to(DTYPE))
     fence_async_shared()  # orders the stores above before TMA's reads below
-    async_store(out_desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), pipe.out_smem[0].index(slot))
+    async_store(out_desc.first, tile_at(span, head, row, 0, C.IS_VARLEN), pipe.out_smem.first.index(slot))
     if DV_REST:
-        async_store(out_desc[1], tile_at(span, head, row, DV, C.IS_VARLEN), pipe.out_smem[1].index(slot))
+        async_store(out_desc.rest, tile_at(span, head, row, DV, C.IS_VARLEN), pipe.out_smem.rest.index(slot))
 
 
 @gluon.jit
@@ -433,7 +433,7 @@ def consumer(
         if not C.OUT_IN_Q:
             pipe.q_ring.release(q_lane)
         q_at = q_at.next()
-        p_operand = left_operand(p, pipe.v_smem[0].dtype, C)
+        p_operand = left_operand(p, pipe.v_smem.first.dtype, C)
         if C.MERGE_KV:
             at = at.next()
             pipe.k_ring.wait(at)
@@ -471,13 +471,13 @@ def make_parts(
     desc, NUM_SLOTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr
 ):
     """Buffers for tiles of ROWS rows: a pair of column parts; without a second part, the first one twice."""
-    first = gl.allocate_shared_memory(desc[0].dtype, slots_shape(NUM_SLOTS, ROWS, D, C.IS_VARLEN), desc[0].layout)
+    first = gl.allocate_shared_memory(desc.first.dtype, slots_shape(NUM_SLOTS, ROWS, D, C.IS_VARLEN), desc.first.layout)
     rest = first
     if D_REST:
         rest = gl.allocate_shared_memory(
-            desc[1].dtype, slots_shape(NUM_SLOTS, ROWS, D_REST, C.IS_VARLEN), desc[1].layout
+            desc.rest.dtype, slots_shape(NUM_SLOTS, ROWS, D_REST, C.IS_VARLEN), desc.rest.layout
         )
-    return first, rest
+    return Parts(first, rest)
 
 
 @gluon.jit
@@ -514,7 +514,8 @@ def forward_kernel(
     is the list of their blocks (gpu/work_list.py). Tile mask: `lists` are those of listed.Lists. What a problem does
     not have is None.
     """
-    queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
+    queries, keys = Parts(q_desc, q_rest), Parts(k_desc, k_rest)
+    values, outputs = Parts(v_desc, v_rest), Parts(out_desc, out_rest)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:

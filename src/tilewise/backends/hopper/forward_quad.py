@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Parts
 from tilewise.backends.hopper.channels import make_mailbox, make_ring, start
 from tilewise.backends.hopper.forward import Pipeline, load_keys, load_values, make_parts, store_lse, store_output
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout
@@ -128,7 +129,7 @@ def attend(
             scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum, _ = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     acc, _ = rescale_output(acc, 0, factor, C)
-    p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
+    p_operand = gl.convert_layout(p.to(pipe.v_smem.first.dtype), P_LAYOUT)
     acc, _ = issue_output(p_operand, pipe.v_smem, at.slot, acc, 0, C)
     acc, p_operand = warpgroup_mma_wait(0, deps=[acc, p_operand])
     pipe.k_ring.release(at)
@@ -236,7 +237,8 @@ def forward_quad_kernel(
     work_ptr, paging, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles. Arguments as forward_kernel's; there are no second column parts."""
-    queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
+    queries, keys = Parts(q_desc, q_rest), Parts(k_desc, k_rest)
+    values, outputs = Parts(v_desc, v_rest), Parts(out_desc, out_rest)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([

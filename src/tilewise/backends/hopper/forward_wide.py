@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Parts
 from tilewise.backends.gpu.releases import aggregate, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.forward import make_parts, producer, store_lse
@@ -270,7 +271,7 @@ def right(out_desc, sizes, pipe, C: gl.constexpr):
 def make_pipeline(q_desc, k_desc, v_desc, C: gl.constexpr):
     """Allocate everything the roles share. K is read by one warpgroup, V by both."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    DTYPE: gl.constexpr = v_desc[0].dtype
+    DTYPE: gl.constexpr = v_desc.first.dtype
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_N], DTYPE)
     q_smem = make_parts(q_desc, C.Q_STAGES, 64, C.D, C.D_REST, C)
     k_smem = make_parts(k_desc, C.NUM_STAGES, C.BLOCK_N, C.D, C.D_REST, C)
@@ -295,7 +296,8 @@ def forward_wide_kernel(
     work_ptr, paging, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles. Arguments as forward_kernel's; there are always two column parts."""
-    queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
+    queries, keys = Parts(q_desc, q_rest), Parts(k_desc, k_rest)
+    values, outputs = Parts(v_desc, v_rest), Parts(out_desc, out_rest)
     pipe = make_pipeline(queries, keys, values, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([
