@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise import tiles
+from tilewise.backends.gpu.arguments import window_of
 from tilewise.backends.gpu.launching import Allocation
 from tilewise.backends.gpu.symbols import Address
 from tilewise.backends.gpu.work_list import heads_per_wave, list_size, most_blocks, rows_together
@@ -283,7 +284,6 @@ def line_of(sizes: Sizes, programs: int) -> Line | None:
 
 
 def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) -> Sizes:
-    left, right = problem.band
     packed = config.IS_VARLEN
     heads = problem.num_kv_heads if of_keys else problem.num_heads
     longest, total, block = problem.seqlen_q, problem.total_q, QUERY_BLOCK
@@ -320,8 +320,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
         num_tiles=num_tiles,
         items_per_wave=wave,
         row_tiles=row_tiles,
-        window_left=(left or 0) if config.HAS_LEFT else 0,
-        window_right=(right or 0) if config.HAS_RIGHT else 0,
+        window=window_of(problem),
     )
 
 

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from tilewise.backends.gpu import launching
+from tilewise.backends.gpu.arguments import Views, single_address
 from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import KernelCall
@@ -21,7 +22,6 @@ from tilewise.backends.gpu.work_list import list_call, list_size
 from tilewise.backends.triton import configs, launch, tangent, twice
 from tilewise.backends.triton.arguments import (
     TWICE,
-    Views,
     box_descriptors,
     grid_argument,
     is_listed,
@@ -31,7 +31,6 @@ from tilewise.backends.triton.arguments import (
     query_rows,
     row_bytes,
     score_arguments,
-    single_address,
     stat_descriptors,
     stat_rows,
     walked_together,
