@@ -444,23 +444,24 @@ class Kernel:
         # The parameter block and the bytes of a workspace, by the rows of a work item: there are few.
         self._blocks: dict[int, tuple[Values, int]] = {}
         # Runs that serve many numbers of keys.
-        self._steps: dict[tuple[int, ...], Run] = {}
+        self._steps: dict[tuple[Any, ...], Run] = {}
 
     def run(self, bounds: Bounds, given: BothLengths | None, available: int) -> Run:
         """The run for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
         division = self._division
         expected = expected_microseconds(division, bounds, given, in_tiles=self._in_tiles)
         count, is_long = useful_threads(expected, available), expected >= LONG_MICROSECONDS
-        if given is not None or not division.decodes:
+        if not division.decodes:
             return self._planned(bounds, given, count, is_long)
         # A step of decoding has one key more than the one before, and most often the same items.
         batch, seqlen_q, seqlen_k = bounds
-        key = batch, seqlen_q, division.chunks(seqlen_k), count, is_long
+        items = division.chunks(seqlen_k) if given is None else schedule.items_of(division, given)
+        key = batch, seqlen_q, items, count, is_long
         run = self._steps.get(key)
         if run is None:
             if len(self._steps) == MAX_STEPS:
                 self._steps.clear()
-            run = self._steps[key] = self._planned(bounds, None, count, is_long)
+            run = self._steps[key] = self._planned(bounds, given, count, is_long)
         return run
 
     def _planned(self, bounds: Bounds, given: BothLengths | None, count: int, is_long: bool) -> Run:
