@@ -324,16 +324,16 @@ def _attend(
         about += scales
     if out is not None:
         tensors = (*tensors, *NOTHING[len(tensors) :], out)
-    count, slot, places, sized = len(tensors), None, None, None
+    count, slot, places, sized, bounds = len(tensors), None, None, None, lengths
     if shared_prefix.__class__ is cascade.SharedPrefix:
         groups = shared_prefix[0]
         tensors += shared_prefix[1:]
     if groups is not None or shared_prefix is None:
         key = (kind, *given_options, *about)
         dropout, window = given_options[DROPOUT], given_options[WINDOW]
-        slot, places, sized = calls.slot_of(tensors, key, dropout, window, seed, groups, lengths)
+        slot, places, sized, bounds = calls.slot_of(tensors, key, dropout, window, seed, groups, lengths)
     if slot is not None and slot.call is not None:
-        found: calls.Result = slot.call(tensors, places, sized, None, lengths)
+        found: calls.Result = slot.call(tensors, places, sized, None, bounds)
         return found
     operands, options = Operands(*given)._replace(out=out), Options(*given_options, *lengths[:2])
     if slot is None and sharded.is_dtensor(operands.q):

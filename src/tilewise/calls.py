@@ -15,7 +15,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,9 +49,10 @@ NO_LENGTHS: Lengths = (None, None, None, None)
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 # Addresses of tensors.
 Places = tuple[int, ...]
-# Result of `slot_of`: where the call is cached, the addresses of its tensors, and what its plan needs for their sizes.
-Found = tuple["Slot | None", Places | None, Any]
-NOTHING: Found = (None, None, None)
+# Result of `slot_of`: where the call is cached, the addresses of its tensors, what its plan needs for their sizes, and
+# the bounds on its lengths: those that the caller left open may have been read from index tensors.
+Found = tuple["Slot | None", Places | None, Any, Lengths]
+NOTHING: Found = (None, None, None, NO_LENGTHS)
 
 
 class Signature:
@@ -171,16 +172,32 @@ class Again(NamedTuple):
     sized: Any
 
 
+class Contents(Protocol):
+    """The contents of index tensors, which decide whether a call is valid, and on its sizes."""
+
+    def bounds(self, tensors: Sequence[Any], given: Lengths, /) -> Lengths | None:
+        """The bounds on lengths, given those that the caller passed. None if the contents are not valid."""
+
+
 class Form:
     """Calls that differ in sizes and addresses alone, and their plans (tilewise.symbolic)."""
 
-    __slots__ = ("_again", "_keeps", "_last", "_plans", "_signature")
+    __slots__ = ("_again", "_contents", "_keeps", "_last", "_missed", "_plans", "_signature")
 
     def __init__(
-        self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]], *, keeps: bool = True
+        self,
+        tensors: Sequence[Tensor | None],
+        is_open: Sequence[Sequence[bool]],
+        contents: Contents | None = None,
+        *,
+        keeps: bool = True,
     ) -> None:
-        """`keeps` False: plans are asked in every call, because they compare addresses."""
-        self._keeps = keeps
+        """`contents` are looked at in every call, if that is needed. `keeps` False: plans are asked in every call,
+        because they compare addresses.
+        """
+        self._keeps, self._contents = keeps, contents
+        # Calls without a plan since one was added.
+        self._missed = 0
         self._signature = Signature(tensors, is_open)
         self._plans: list[tuple[Callable[..., Any], Any]] = []
         self._again: Again | None = None
@@ -190,22 +207,38 @@ class Form:
         """A plan, and the function that computes what it needs from tensors and lengths, or None. The record that it
         returns has a method `kept`, for sizes that come again.
         """
-        self._plans = [(measure, plan), *self._plans[: MAX_PLANS - 1]]
+        self._plans, self._missed = [(measure, plan), *self._plans[: MAX_PLANS - 1]], 0
+
+    def is_due(self) -> bool:
+        """Whether to try to make a plan for a call that has none, which takes a millisecond and may fail: for the
+        first one since a plan was added, the second, the fourth, the eighth and so on.
+        """
+        self._missed += 1
+        return self._missed & (self._missed - 1) == 0
 
     def takes(self, tensors: Sequence[Any]) -> bool:
         """Whether such a call is of this form."""
         return self._signature.places(tensors) is not None
 
-    def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, Places, Any] | None:
-        """(plan, addresses, what the plan needs for these sizes) of a call, or None."""
-        again = self._again
-        if again is not None and again.lengths == lengths:
+    def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, Places, Any, Lengths] | None:
+        """(plan, addresses, what the plan needs for these sizes, bounds on lengths) of a call, or None."""
+        if not self._plans:
+            return None
+        again, contents = self._again, self._contents
+        if again is not None and (again.lengths == lengths or contents is not None):
             places = again.signature.places(tensors)
             if places is not None:
-                return again.plan, places, again.sized
+                bounds = lengths if contents is None else contents.bounds(tensors, lengths)
+                if bounds == again.lengths:
+                    return again.plan, places, again.sized, bounds
         places = self._signature.places(tensors)
         if places is None:
             return None
+        if contents is not None:
+            bounds = contents.bounds(tensors, lengths)
+            if bounds is None:
+                return None
+            lengths = bounds
         present = self._signature.present(tensors)
         for known in self._plans:
             measure, plan = known
@@ -221,7 +254,7 @@ class Form:
                     self._again = Again(Signature(tensors), lengths, plan, sized)
                 else:
                     self._last = sized
-                return plan, places, sized
+                return plan, places, sized, lengths
         return None
 
 
@@ -331,7 +364,7 @@ def slot_of(
         if last is not None and last.signature is not None and (last.groups is groups or last.groups == groups):
             places = last.signature.places(tensors)
             if places is not None and last.lengths == lengths:
-                return last, places, None
+                return last, places, None, lengths
         return NOTHING if is_watched() else _looked_up(family, tensors, groups, lengths)
     # Unhashable flags, tensors without strides or storage, or no tensors at all: validated on every call.
     except (TypeError, RuntimeError, AttributeError):
@@ -362,7 +395,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any, lengths: Len
     if slot.signature is None or slot.signature.places(tensors) is None:
         slot.signature = Signature(tensors)
     family.last = slot
-    return slot, tuple(places), None
+    return slot, tuple(places), None, lengths
 
 
 def _is_cast(tensors: Sequence[Any]) -> bool:
@@ -390,14 +423,20 @@ def _slot(family: Family, groups: Any, lengths: Lengths, *looks: Any) -> Slot:
 
 
 def form_of(
-    forms: list[Form], tensors: Sequence[Any], is_open: Sequence[Sequence[bool]], *, keeps: bool = True
+    forms: list[Form],
+    tensors: Sequence[Any],
+    is_open: Sequence[Sequence[bool]],
+    contents: Callable[[], Contents] | None = None,
+    *,
+    keeps: bool = True,
 ) -> Form:
-    """The form of some tensors among others; a new one if there is none."""
+    """The form of some tensors among others; a new one if there is none, which looks at `contents()`."""
     for form in forms:
         if form.takes(tensors):
             return form
-    forms[:] = [Form(tensors, is_open, keeps=keeps), *forms[: MAX_FORMS - 1]]
-    return forms[0]
+    new = Form(tensors, is_open, None if contents is None else contents(), keeps=keeps)
+    forms[:] = [new, *forms[: MAX_FORMS - 1]]
+    return new
 
 
 def forget() -> None:

@@ -47,9 +47,9 @@ def repeated(
 ) -> tuple[Tensor, Tensor]:
     """`attention` without dropout, cached per call signature. `before` is called between validation and computing."""
     key = tuple([value for name, value in zip(Flags._fields, flags, strict=True) if name not in LENGTHS])
-    slot, places, sized = calls.slot_of(operands, (kind, *key), flags.dropout, lengths=flags.lengths)
+    slot, places, sized, bounds = calls.slot_of(operands, (kind, *key), flags.dropout, lengths=flags.lengths)
     if slot is not None and slot.call is not None:
-        return cast("tuple[Tensor, Tensor]", slot.call(operands, places, sized, before))
+        return cast("tuple[Tensor, Tensor]", slot.call(operands, places, sized, before, bounds))
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))
 
 
@@ -83,13 +83,8 @@ def result(
     if operands.out is not None or flags.max_logits:
         _refuse_transforms("out=" if operands.out is not None else "return_max_logits=True", dual=dual)
     if not dual and is_plain_eager(operands):
-        lasting = slot is not None and validation.lasts(kind, operands, flags)
-        call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
-        sized = None
-        if slot is not None and lasting:
-            sized = call.opened(operands, slot)
-            if sized is None:
-                slot.call = call
+        call = Call(kind, operands, flags, return_lse=return_lse, lasting=slot is not None)
+        sized = None if slot is None else call.prepared(operands, slot)
         return call(operands, None, sized, before)
     if before is not None:
         refuse(kind, operands, flags)
@@ -128,14 +123,15 @@ def is_plain_eager(tensors: Sequence[Tensor | None]) -> bool:
 
 
 class Call:
-    """A validated call. If it is `lasting`, it is also bound to the strides and alignment of its tensors (see calls).
+    """A validated call. If it is `lasting`, later calls use it too: those with the strides and alignment of its
+    tensors, or of all sizes (see calls).
 
     Called with the tensors in the order of `Operands`; trailing Nones may be left out.
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_record", "_recorded", "_trace",
-        "_writes", "bound", "flags", "kind", "problem", "return_lse", "wide",
+        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_reads", "_record", "_recorded",
+        "_trace", "_writes", "bound", "flags", "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
@@ -155,13 +151,14 @@ class Call:
         # The check of a given `out`; plans for all sizes have their own.
         self._disjoint = None if operands.out is None else validation.Disjoint(Operands._fields, named)
         self._writes = operands.out is not None
-        reads = lasting and validation.reads_contents(kind, operands)
-        self._contents = validation.Contents(self.problem, flags) if reads else None
+        # The check of contents; plans for all sizes have their own.
+        self._reads = lasting and validation.reads_contents(kind, operands)
+        self._contents = validation.Contents() if self._reads and operands.q.is_cpu else None
         self._backwards: dict[tuple[bool, ...], list[calls.Form]] = {}
         # The Python wrapper of torch's `apply` unwraps functorch leftovers, which a lasting call never has: skip it.
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
 
-    def opened(self, operands: Operands, slot: calls.Slot) -> Any:
+    def prepared(self, operands: Operands, slot: calls.Slot) -> Any:
         """Prepare the call for all sizes, if calls with its flags were met with others, or else for those of its first
         operands alone. What the plan needs for these, or None if sizes are not open.
         """
@@ -169,21 +166,42 @@ class Call:
         assert slot.signature is not None
         assert slot.family is not None
         count = slot.signature.count
-        lengths, tensors = self.flags.lengths, named[:count]
-        found = None
+        tensors = named[:count]
         if self._disjoint is not None:
             self._disjoint.check(tensors)
-        is_met, slot.family.is_met = slot.family.is_met, True
-        if is_met and self._contents is None and not self.wide:
-            found = _opened(self.kind, Operands._fields[:count], tensors, self.flags, self._bound_forward)
-        if found is None:
+        # Lengths that are read from contents are no part of the signature: then a plan for these sizes serves no other.
+        lasts = validation.lasts(self.kind, operands, self.flags)
+        is_met, slot.family.is_met = slot.family.is_met or not lasts, True
+        if is_met and (self._contents is not None or not self._reads) and not self.wide:
+            sized = self._opened(tensors, slot.family)
+            if sized is not None:
+                return sized
+        if lasts:
             self.bind(operands)
+            slot.call = self
+        return None
+
+    def _opened(self, tensors: tuple[Any, ...], family: calls.Family) -> Any:
+        """Prepare the call for all sizes. What the plan needs for those of these tensors, or None if they are not
+        open.
+        """
+        bounds = self.flags.lengths
+        if self._contents is not None:
+            found_bounds = self._contents.bounds(tensors, bounds)
+            if found_bounds is None:
+                return None
+            bounds = found_bounds
+        flags, names = self.flags.with_lengths(bounds), Operands._fields[: len(tensors)]
+        is_open = _open_sizes(self.kind, flags, names, tensors)
+        contents = None if self._contents is None else validation.Contents
+        form = calls.form_of(family.forms, tensors, is_open, contents, keeps=not self._writes)
+        found = _opened(self.kind, names, tensors, flags, self._bound_forward) if form.is_due() else None
+        if found is None:
             return None
-        self._trace, self.problem, self.bound, measure, is_open = found
-        self._disjoint = None
-        form = calls.form_of(slot.family.forms, tensors, is_open, keeps=not self._writes)
+        self._trace, self.problem, self.bound, measure = found
+        self.flags, self._disjoint, self._contents, self._reads = flags, None, None, False
         form.add(measure, calls.Slot(None, call=self))
-        return measure(*[tensor for tensor in tensors if tensor is not None], *lengths)
+        return measure(*[tensor for tensor in tensors if tensor is not None], *bounds)
 
     def bind(self, operands: Operands) -> None:
         """Prepare the call for operands with these sizes, strides and alignment."""
@@ -216,8 +234,8 @@ class Call:
             problem = self.problem_of(tensors, lengths)
             with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, problem):
                 return self(tensors, places, sized, before, lengths, True)
-        if self._contents is not None:
-            self._contents.check(tensors)
+        if self._reads:
+            self._check_contents(tensors, lengths)
         if self._disjoint is not None:
             self._disjoint.check(tensors, places)
         if before is not None:
@@ -237,6 +255,14 @@ class Call:
         if made is None:
             made = _run(self.problem_of(tensors, lengths), self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return (made[0], made[1]) if self.return_lse else made[0]
+
+    def _check_contents(self, tensors: Sequence[Tensor | None], lengths: calls.Lengths) -> None:
+        """Raise if index tensors do not hold what they must."""
+        operands = Operands(*tensors)  # type: ignore[arg-type]
+        if self._contents is None:
+            validation.check_contents(operands, self.flags)
+        elif self._contents.bounds(tensors, lengths) is None:
+            validation.problem_of(self.kind, operands, self.flags)
 
     def _with_logits(self, tensors: Sequence[Tensor | None], sized: Any, lengths: calls.Lengths) -> calls.Result:
         """The results of a call that also wants the largest score of each head."""
@@ -293,9 +319,9 @@ class Call:
         plain = not by_op and calls.are_plain(given[:2]) and calls.are_stored(given[:2])
         known = self._backward(given, needs, lengths) if self._lasting and plain else None
         if known is not None:
-            slot, places, sized = known
+            slot, places, sized, _ = known
             backward_pass: _BoundBackward = slot
-            made = None if backward_pass.bound is None else backward_pass.bound(given, places, sized or None)
+            made = backward_pass.bound(given, places, sized or None)
             if made is not None:
                 return [None if place is None else made[place] for place in backward_pass.results]
         dout, dlse, out, lse, *tensors = given
@@ -331,8 +357,8 @@ class Call:
 
     def _backward(
         self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths
-    ) -> tuple[Any, calls.Places | None, Any] | None:
-        """(pass, addresses, what it needs for these sizes) of a backward."""
+    ) -> tuple[Any, calls.Places | None, Any, calls.Lengths] | None:
+        """(pass, addresses, what it needs for these sizes, bounds on lengths) of a backward."""
         forms = self._backwards.get(needs)
         if forms is None:
             forms = self._backwards[needs] = []
@@ -344,22 +370,28 @@ class Call:
             return None
         check_allocated(_GIVEN, given)
         found, bound = None, cast("Bound | None", None)
+        names = _GIVEN[: len(given)]
+        form = calls.form_of(forms, given, _open_sizes(self.kind, self.flags, names, given))
+        if not form.is_due():
+            return None
         if self._trace is not None:
             flags = self.flags.with_lengths(lengths)
             prepare = functools.partial(self._bound_backward, wanted_of(needs))
-            found = _opened(self.kind, _GIVEN[: len(given)], given, flags, prepare)
+            found = _opened(self.kind, names, given, flags, prepare)
         if found is not None:
-            _, _, bound, measure, is_open = found
+            _, _, bound, measure = found
         else:
             problem = self.problem_of(given[4:], lengths)
             bound = self._bound_backward(wanted_of(needs), problem, given)
-            measure, is_open = _exactly(given, lengths), [[True] * t.dim() if t is not None else [] for t in given]
-        made = () if bound is None else bound.made
+            measure = _exactly(given, lengths)
+        if bound is None:
+            return None
+        made = bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
         results = [made.index(name) if need and name in made else None for name, need in wanted]
         new = _BoundBackward(bound, (*results, *[None] * (len(needs) - len(results))))
-        calls.form_of(forms, given, is_open).add(measure, new)
-        return new, None, measure(*[tensor for tensor in given if tensor is not None], *lengths)
+        form.add(measure, new)
+        return new, None, measure(*[tensor for tensor in given if tensor is not None], *lengths), lengths
 
     def _bound_backward(self, wanted: Wanted, problem: AttentionProblem, given: Sequence[Any]) -> Bound | None:
         dout, dlse, out, lse, *tensors = given
@@ -375,24 +407,31 @@ class Call:
 
 
 class _BoundBackward(NamedTuple):
-    """A cached backward pass; `bound` is None if each call must take the general path. `results[i]` is the index of
-    operand i's gradient among the tensors that the pass makes.
-    """
+    """A cached backward pass. `results[i]` is the index of operand i's gradient among the tensors that it makes."""
 
-    bound: Bound | None
+    bound: Bound
     results: tuple[int | None, ...]
 
 
 class _Opened(NamedTuple):
-    """A pass that serves all sizes to which its trace applies: the record, the problem with its numbers, the pass, the
-    function that computes what it needs for other sizes, and which sizes of each tensor are open.
+    """A pass that serves all sizes to which its trace applies: the record, the problem with its numbers, the pass, and
+    the function that computes what it needs for other sizes.
     """
 
     trace: Trace
     problem: AttentionProblem
     bound: Bound
     measure: Callable[..., Any]
-    is_open: list[list[bool]]
+
+
+def _open_sizes(kind: Kind, flags: Flags, names: Sequence[str], tensors: Sequence[Tensor | None]) -> list[list[bool]]:
+    """Which sizes of each tensor may differ between calls of one form: the same for each of its plans, which rely on it
+    for the others.
+    """
+    return [
+        [] if tensor is None else validation.open_sizes(kind, flags.layout, name, tensor.dim())
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
 
 
 def _opened(
@@ -407,10 +446,7 @@ def _opened(
     """
     present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
     trace = Trace([*present, *LENGTHS])
-    is_open = [
-        [] if t is None else validation.open_sizes(kind, flags.layout, n, t.dim())
-        for n, t in zip(names, tensors, strict=True)
-    ]
+    is_open = _open_sizes(kind, flags, names, tensors)
     sketches = [
         None if t is None else Sketch.of(trace, name, t, opened)
         for name, t, opened in zip(names, tensors, is_open, strict=True)
@@ -426,7 +462,7 @@ def _opened(
         return None
     # A pass from outside may serve one size only, and lack it.
     opened = getattr(bound, "open", None)
-    return None if bound is None or opened is None else _Opened(trace, problem, bound, opened(trace), is_open)
+    return None if bound is None or opened is None else _Opened(trace, problem, bound, opened(trace))
 
 
 class _Exact(NamedTuple):

@@ -5,6 +5,7 @@ the host.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -23,6 +24,7 @@ from tilewise.backends.cpu.schedule import (
     Bounds,
     Division,
     Lengths,
+    Numbers,
     Schedule,
     bounds_of,
     keys_seen,
@@ -164,7 +166,7 @@ def output_fields(
     dense, paged = problem.kind == "dense", problem.kind == "paged"
     block: Block = {f.KV_GRAD_DTYPE: FP32 if paged else launch.DTYPES[problem.dtype]}
     if not dense:
-        keep.append(torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths, dtype=np.int64)])))
+        keep.append(torch.frombuffer(totals_of(k_lengths), dtype=torch.int64))
         block[f.CU_GRADS_K] = keep[-1].data_ptr()
     kv_kind = "dense" if dense else "packed"
     kinds = launch.query_kind(problem, operands), kv_kind, kv_kind
@@ -179,6 +181,11 @@ def output_fields(
         ]
         block |= dict(enumerate((grads.dbias.data_ptr(), *strides), f.DBIAS))
     return block
+
+
+def totals_of(lengths: Lengths) -> Numbers:
+    """Running totals, which kernels read as int64."""
+    return schedule.table([0, *itertools.accumulate(lengths)])
 
 
 def _into_pages(packed: Tensor | None, pages: Tensor, operands: Operands, k_lengths: Lengths) -> Tensor | None:
