@@ -2,7 +2,7 @@
 
 Each op validates its operands, describes them as a problem, chooses a backend and launches it. Its fake only validates,
 describes and allocates results. Autograd saves the inputs, `out` and `lse`; probabilities are recomputed, never stored.
-Plain eager calls skip the dispatcher and run through `Call`, with the same results.
+Plain eager calls skip the dispatcher. They and the ops run through `Call`, with the same results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from tilewise import batching, calls, derivatives, device, dispatch, settings, tracing, validation
 from tilewise.backends.base import Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
-from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
+from tilewise.derivatives import DIFFERENTIABLE, INDICES, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
 from tilewise.memory import check_allocated, check_there, touch
 from tilewise.operands import LENGTHS, Flags, Gradients, Operands, Wanted
@@ -33,6 +33,10 @@ _NOTHING = (None,) * _LOGITS
 # What a backward pass is given besides the operands.
 _SAVED = ("dout", "dlse", "out", "lse")
 _GIVEN = (*_SAVED, *Operands._fields)
+# Indices of the flags without bounds on lengths.
+_MEANING = tuple([i for i, name in enumerate(Flags._fields) if name not in LENGTHS])
+# Whether autograd is above an operator's kernel differs with who calls it, and is part of signatures.
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # noqa: SLF001
 
 Args = Sequence[Any]
 
@@ -46,8 +50,8 @@ def repeated(
     kind: Kind, operands: Operands, flags: Flags, before: Callable[[], None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attention` without dropout, cached per call signature. `before` is called between validation and computing."""
-    key = tuple([value for name, value in zip(Flags._fields, flags, strict=True) if name not in LENGTHS])
-    slot, places, sized, bounds = calls.slot_of(operands, (kind, *key), flags.dropout, lengths=flags.lengths)
+    key = kind, *[flags[i] for i in _MEANING]
+    slot, places, sized, bounds = calls.slot_of(operands, key, flags.dropout, lengths=flags.lengths)
     if slot is not None and slot.call is not None:
         return cast("tuple[Tensor, Tensor]", slot.call(operands, places, sized, before, bounds))
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))
@@ -126,7 +130,8 @@ class Call:
     """A validated call. If it is `lasting`, later calls use it too: those with the strides and alignment of its
     tensors, or of all sizes (see calls).
 
-    Called with the tensors in the order of `Operands`; trailing Nones may be left out.
+    Called with the tensors in the order of `Operands`; trailing Nones may be left out. `records`: autograd learns of
+    calls that need gradients; it knows already what an op does.
     """
 
     __slots__ = (
@@ -134,12 +139,14 @@ class Call:
         "_trace", "_writes", "bound", "flags", "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
+    def __init__(
+        self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool, records: bool = True
+    ) -> None:
         self.kind, self.flags, self.return_lse = kind, flags, return_lse
         if lasting:
             validation.check_storage(kind, operands)
         self.problem, self._chosen = _choose(kind, operands, flags)
-        self._recorded = flags.needs_grad
+        self._recorded = flags.needs_grad and records
         # int64 index tensors are converted before the pass; the bound pass takes int32.
         self.wide = tuple([i for i in _COUNTS if (t := operands[i]) is not None and t.dtype == torch.int64])
         # The bound forward pass, or None.
@@ -300,40 +307,48 @@ class Call:
         return made
 
     def gradients(
-        self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths, traced: bool = False
+        self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths
     ) -> Sequence[Tensor | None]:
-        """The gradient of each tensor that `needs` one. `given` is dout, dlse, out, lse and then the call's tensors."""
-        flags = self.flags
-        if lengths != flags.lengths:
-            flags = flags.with_lengths(lengths)
-        if forward_ad._current_level >= 0 and derivatives.is_dual(given):  # noqa: SLF001
-            wanted = wanted_of(needs)
-            return scattered(derivatives.gradients_of_dual(self.kind, flags, given, wanted), wanted, len(needs))
+        """The gradient of each tensor that `needs` one, for autograd. `given` is dout, dlse, out, lse and then the
+        call's tensors.
+        """
         # With create_graph=True the op is called, whose autograd has the second derivatives. Modes must see the op.
         by_op = torch.is_grad_enabled() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001
-        watched = tracing.profiler._is_profiler_enabled or self._nvtx  # noqa: SLF001
-        if watched and not traced and not by_op and calls.are_plain(given[:2]):
+        # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
+        by_op = by_op or not (calls.are_plain(given[:2]) and calls.are_stored(given[:2]))
+        is_dual = forward_ad._current_level >= 0 and derivatives.is_dual(given)  # noqa: SLF001
+        if not by_op and not is_dual:
+            return self.differentiated(given, needs, lengths)
+        flags, wanted = self.flags.with_lengths(lengths), wanted_of(needs)
+        if is_dual:
+            found = derivatives.gradients_of_dual(self.kind, flags, given, wanted)
+        else:
+            dout, dlse, out, lse, *tensors = given
+            found = backward(At(self.kind, Operands(*tensors), flags), (out, lse), (dout, dlse), wanted)
+        return scattered(found, wanted, len(needs))
+
+    def differentiated(
+        self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths, traced: bool = False
+    ) -> Sequence[Tensor | None]:
+        """The gradient of each tensor that `needs` one, of tensors that hold their own data. `given` as in
+        `gradients`.
+        """
+        if (tracing.profiler._is_profiler_enabled or self._nvtx) and not traced:  # noqa: SLF001
             problem = self.problem_of(given[4:], lengths)
             with tracing.span(tracing.BACKWARD, given[4:], self._chosen.backend.name, problem):
-                return self.gradients(given, needs, lengths, True)
-        plain = not by_op and calls.are_plain(given[:2]) and calls.are_stored(given[:2])
-        known = self._backward(given, needs, lengths) if self._lasting and plain else None
+                return self.differentiated(given, needs, lengths, True)
+        known = self._backward(given, needs, lengths) if self._lasting else None
         if known is not None:
             slot, places, sized, _ = known
             backward_pass: _BoundBackward = slot
             made = backward_pass.bound(given, places, sized or None)
             if made is not None:
                 return [None if place is None else made[place] for place in backward_pass.results]
-        dout, dlse, out, lse, *tensors = given
-        wanted = wanted_of(needs)
-        # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
-        if not plain:
-            found = backward(At(self.kind, Operands(*tensors), flags), (out, lse), (dout, dlse), wanted)
         else:
-            if known is None:
-                check_there(_GIVEN, given)
-            problem = self.problem_of(tensors, lengths)
-            found = _run_backward(problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
+            check_there(_GIVEN, given)
+        dout, dlse, out, lse, *tensors = given
+        problem, wanted = self.problem_of(tensors, lengths), wanted_of(needs)
+        found = _run_backward(problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
         return scattered(found, wanted, len(tensors))
 
     def _narrowed(self, tensors: Sequence[Any]) -> Sequence[Any]:
@@ -547,14 +562,22 @@ def _no_logits(problem: AttentionProblem, device: torch.device) -> Tensor:
     return torch.full((problem.num_heads,), -torch.inf, dtype=problem.accumulate_dtype, device=device)
 
 
-def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
-    """(out, lse), and max_logits if they are wanted."""
-    problem, chosen = _choose(kind, operands, flags)
-    if problem.max_logits:
-        operands = operands._replace(max_logits=_no_logits(problem, operands.q.device))
-    with tracing.span(tracing.FORWARD, operands, chosen.backend.name, problem):
-        out, lse = _run(problem, chosen, operands)
-    return (out, lse) if operands.max_logits is None else (out, lse, operands.max_logits)
+def _found(kind: Kind, operands: Operands, flags: Flags) -> tuple[Call, calls.Places | None, Any, calls.Lengths]:
+    """How an op is computed: the call, which earlier ones may have prepared, and what `calls.slot_of` says of it."""
+    key = "op", kind, *[flags[i] for i in _MEANING]
+    slot, places, sized, bounds = calls.slot_of(operands, key, lengths=flags.lengths)
+    if slot is not None and slot.call is not None:
+        return cast("Call", slot.call), places, sized, bounds
+    call = Call(kind, operands, flags, return_lse=True, lasting=slot is not None, records=False)
+    sized = None if slot is None else call.prepared(operands, slot)
+    return call, None, sized, call.flags.lengths
+
+
+def _computed(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
+    """(out, lse), and max_logits if they are wanted, of an op."""
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):  # noqa: SLF001
+        call, places, sized, bounds = _found(kind, operands, flags)
+        return cast("tuple[Tensor, ...]", call(operands, places, sized, None, bounds))
 
 
 def _run_backward(
@@ -581,15 +604,14 @@ def _run_backward(
 
 
 def _forward(count: int, kind: Kind, *args: Any) -> tuple[Tensor, ...]:
-    return _launch(kind, *unpack(kind, args))[:count]
+    return _computed(kind, *unpack(kind, args))[:count]
 
 
 def _forward_out(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
     operands, flags = unpack(kind, args[:-1])
     operands = operands._replace(out=args[-1])
     validation.check_result(operands)
-    _, lse, *logits = _launch(kind, operands, flags)
-    touch(args[-1])
+    _, lse, *logits = _computed(kind, operands, flags)
     return lse, logits[0] if logits else lse.new_empty(0)
 
 
@@ -619,10 +641,14 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     operands, flags = unpack(kind, args)
     check_there(_SAVED, (dout, dlse, out, lse))
-    problem, chosen = _choose(kind, operands, flags)
-    with tracing.span(tracing.BACKWARD, operands, chosen.backend.name, problem):
-        gradients = _run_backward(problem, chosen, operands, out, lse, dout, dlse, Wanted(*wanted))
-    return derivatives.materialised(operands, gradients, Wanted(*wanted))
+    needs = [False] * len(Operands._fields)
+    for place, want in zip(INDICES, wanted, strict=True):
+        needs[place] = want
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):  # noqa: SLF001
+        call, *_, bounds = _found(kind, operands, flags)
+        found = call.differentiated((dout, dlse, out, lse, *operands), tuple(needs), bounds)
+        gradients = Gradients(*[found[place] for place in INDICES])
+        return derivatives.materialised(operands, gradients, Wanted(*wanted))
 
 
 def _backward_fake(kind: Kind, *args: Any) -> tuple[Tensor, ...]:
