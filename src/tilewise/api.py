@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 Attended = Tensor | Fp8Tensor
 # The index tensors (the operands between v and bias) of a call that has none.
 NO_INDICES = (None,) * Operands._fields.index("bias")
-MASK = Operands._fields.index("mask")
+MASK, SEED = Operands._fields.index("mask"), Operands._fields.index("seed")
 NOTHING = (None,) * Operands._fields.index("out")
 DROPOUT, WINDOW = Options._fields.index("dropout"), Options._fields.index("window")
 
@@ -315,10 +315,15 @@ def _attend(
     tensors: tuple[Any, ...] = given
     about: tuple[Any, ...] = ()
     groups = None
+    dropout, window, unkept = given_options[DROPOUT], given_options[WINDOW], seed
     if mask.__class__ is TileMask:
         tensors = (*given[:MASK], None, *given[MASK + 1 :], *mask.parts)
         about = (mask.promises,)
         lengths = (*lengths[:2], mask.seqlen_q, mask.seqlen_k)
+    if dropout.__class__ is float and dropout and calls.is_seeded(tensors, seed):
+        # The seed is a tensor like any other. Drawn here, it decides the bits of this call alone.
+        seed = validation.seed_tensor(seed, dropout)
+        tensors, dropout, unkept = (*tensors, *NOTHING[len(tensors) : SEED], seed), 0.0, None
     if given[2].__class__ is Fp8Tensor:
         tensors, scales = validation.split_scales(tensors)
         about += scales
@@ -330,8 +335,7 @@ def _attend(
         tensors += shared_prefix[1:]
     if groups is not None or shared_prefix is None:
         key = (kind, *given_options, *about)
-        dropout, window = given_options[DROPOUT], given_options[WINDOW]
-        slot, places, sized, bounds = calls.slot_of(tensors, key, dropout, window, seed, groups, lengths)
+        slot, places, sized, bounds = calls.slot_of(tensors, key, dropout, window, unkept, groups, lengths)
     if slot is not None and slot.call is not None:
         found: calls.Result = slot.call(tensors, places, sized, None, bounds)
         return found

@@ -287,6 +287,15 @@ def _is_wrapped(tensor: Tensor) -> bool:
     return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
+def is_seeded(tensors: Sequence[Any], seed: Any) -> bool:
+    """Whether the seed of a call with dropout may be made before the call is looked up: nothing but autograd sees it.
+    Of e4m3 operands, scales would follow the seed.
+    """
+    if torch.compiler.is_compiling() or seed.__class__ not in (int, Tensor, type(None)):
+        return False
+    return tensors[0].__class__ in PLAIN and tensors[2].__class__ in PLAIN and not is_watched()
+
+
 def is_watched() -> bool:
     """Whether something besides autograd observes calls now: compilers, vmap, modes, torch.jit.trace."""
     return bool(
@@ -319,7 +328,7 @@ def slot_of(
     """The slot of a call and the addresses of its tensors that are not None, or NOTHING for a call that is not cached.
 
     `tensors` are in the order of `Operands`, without trailing Nones; `key` is the rest of the signature. `dropout`,
-    `window` and `seed` are inspected: a call with dropout depends on a random seed and is not cached. `groups`, the
+    `window` and `seed` are inspected: with dropout, a call is cached if its seed is one of the tensors. `groups`, the
     numbers of a shared prefix, change every step, so they are kept out of the flags' key, where they would evict other
     calls. Arguments may be of any type: what cannot be hashed is not cached.
     """

@@ -211,6 +211,8 @@ CASES: dict[str, Callable[[Draw], Made]] = {
     "packed bf16": lambda d: packed(d, dtype=BF16, causal=True),
     "packed logits": lambda d: packed(d, return_max_logits=True, grad=False),
     "packed heads": lambda d: packed(d, heads=3, kv=1, dims=(40, 24), grad=False),
+    "dropout": lambda d: dense(d, dropout=0.3, seed=d.randint(-9, 9)),
+    "packed dropout": lambda d: packed(d, dropout=0.3, seed=torch.tensor([d.randint(0, 2**62)])),
     "pages": paged,
     "pages bf16": lambda d: paged(d, BF16, return_lse=True),
     "pages, several tokens": lambda d: paged(d, packs=True, causal=True),

@@ -65,6 +65,7 @@ __all__ = [
     "problem_of",
     "reads_contents",
     "require_tensors",
+    "seed_tensor",
     "split_scales",
     "traced_problem",
     "unexpected",

@@ -31,10 +31,12 @@ Allocation = tuple[Strides, Strides, torch.dtype]
 APART = 3
 # Where kernels find the addresses of what a pass is given besides operands.
 GIVEN = {"dout": f.DOUT, "dlse": f.DLSE, "out": f.OUT, "lse": f.LSE, "max_logits": f.LARGEST}
+# They find the seed itself there.
+SEED = {"seed": f.SEED_LOW}
 # The largest score of each row: made for `max_logits`, not for the caller.
 LARGEST = "largest"
-TOTALS_Q, TOTALS_K, LENGTHS_K, OUT, LOGITS = (
-    Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "out", "max_logits")
+TOTALS_Q, TOTALS_K, LENGTHS_K, SEED_AT, OUT, LOGITS = (
+    Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "seed", "out", "max_logits")
 )
 
 
@@ -73,8 +75,8 @@ class Pass:
     """
 
     __slots__ = (
-        "_allocations", "_bounds", "_fields", "_fill", "_first", "_is_dense", "_kernels", "_largest", "_sized",
-        "_unread", "made",
+        "_allocations", "_bounds", "_fields", "_fill", "_first", "_has_dropout", "_is_dense", "_kernels", "_largest",
+        "_sized", "_unread", "made",
     )  # fmt: skip
 
     def __init__(
@@ -87,7 +89,7 @@ class Pass:
         unread: int = 0,
         first: int = 0,
     ) -> None:
-        self._first, self._is_dense = first, problem.kind == "dense"
+        self._first, self._is_dense, self._has_dropout = first, problem.kind == "dense", problem.dropout > 0.0
         self._fields, self._bounds, self._unread = fields, bounds_of(problem), unread
         self._kernels = kernels(f.new_block({at: value for at, value in fields.items() if not is_traced(value)}))
         # Packed gradients of K and V have totals of their own.
@@ -149,6 +151,8 @@ class Pass:
                 values[first:end] = numbers
             values[f.SEQLEN_Q] = run.values[f.SEQLEN_Q]
             self._fill(values, addresses)
+            if self._has_dropout:
+                launch.put(values, launch.seed_fields(tensors[self._first + SEED_AT]))
             run.start(values, unread)
         if self._largest is not None:
             torch.amax(made[-1], self._largest, out=tensors[LOGITS])
@@ -246,7 +250,7 @@ def bind_backward(
 
 def _positions(names: Sequence[str], tensors: Sequence[Any]) -> list[int] | None:
     """Where kernels find the addresses of the tensors that are not None; None if one cannot be addressed."""
-    known = ADDRESSED | GIVEN
+    known = ADDRESSED | GIVEN | SEED
     present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
     return [known[name] for name in present] if known.keys() >= set(present) else None
 

@@ -189,9 +189,14 @@ def put_operands(
                 keep.append(tensor)
     put(values, more_fields(problem, read))
     if problem.dropout > 0.0 and operands.seed is not None:
-        seed, *origin = operands.seed.reshape(-1).tolist()
-        put(values, {f.SEED_LOW: seed & 0xFFFFFFFF, f.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF})
-        put(values, {f.ORIGIN_BATCH + i: start for i, start in enumerate(origin)})
+        put(values, seed_fields(operands.seed))
+
+
+def seed_fields(tensor: Tensor) -> Block:
+    """A seed, and where dropout counts from if that follows it."""
+    seed, *origin = tensor.reshape(-1).tolist()
+    numbers = {f.SEED_LOW: seed & 0xFFFFFFFF, f.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF}
+    return numbers | {f.ORIGIN_BATCH + i: start for i, start in enumerate(origin)}
 
 
 _addressed = operator.attrgetter(*ADDRESSED)
