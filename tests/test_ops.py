@@ -319,6 +319,34 @@ def test_ops_with_new_lengths_are_not_validated_again(how: str, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize("how", ["autocast", "list of sides", "dropout"])
+def test_calls_that_have_no_key_of_their_own_have_plans(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked up by what validation made of their arguments."""
+
+    def run(rows: int) -> None:
+        q, k, v = (randn(1, 2, rows, 16, grad=False, seed=i) for i in range(3))
+        if how == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                made = tw.attention(q, k, v)
+            expected = tw.attention(*[t.bfloat16() for t in (q, k, v)])
+        elif how == "dropout":
+            made = tw.attention(q, k, v, dropout=0.5, seed=rows)
+            expected = tw.attention(q, k, v, dropout=0.5, seed=torch.tensor([rows]))
+            assert not torch.equal(made, tw.attention(q, k, v, dropout=0.5, seed=rows + 1))
+        else:
+            made = tw.attention(q, k, v, window=[3, 4])  # type: ignore[arg-type]
+            expected = tw.attention(q, k, v, window=(3, 4))
+        assert torch.equal(made, expected)
+
+    for rows in (15, 17, 30):
+        run(rows)
+    for name in ("problem_of", "traced_problem"):
+        monkeypatch.setattr(validation, name, lambda *_: pytest.fail("validated"))
+    for rows in (16, 30, 45):
+        run(rows)
+
+
+@pytest.mark.usefixtures("no_plans")
 def test_ops_read_lengths_on_a_cpu_every_time() -> None:
     q, k, v = (randn(9, 2, 8, grad=False, seed=i) for i in range(3))
     for totals in ([0, 4, 9], [0, 5, 9], [0, 5, 9], [0, 9, 9]):

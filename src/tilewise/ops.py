@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ _MEANING = tuple([i for i, name in enumerate(Flags._fields) if name not in LENGT
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # noqa: SLF001
 
 Args = Sequence[Any]
+Use = Literal["record", "op", "backward"]
 
 
 def attention(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,7 @@ def repeated(
     kind: Kind, operands: Operands, flags: Flags, before: Callable[[], None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attention` without dropout, cached per call signature. `before` is called between validation and computing."""
-    key = kind, *[flags[i] for i in _MEANING]
+    key = kind, True, "record", *[flags[i] for i in _MEANING]
     slot, places, sized, bounds = calls.slot_of(operands, key, flags.dropout, lengths=flags.lengths)
     if slot is not None and slot.call is not None:
         return cast("tuple[Tensor, Tensor]", slot.call(operands, places, sized, before, bounds))
@@ -87,9 +88,8 @@ def result(
     if operands.out is not None or flags.max_logits:
         _refuse_transforms("out=" if operands.out is not None else "return_max_logits=True", dual=dual)
     if not dual and is_plain_eager(operands):
-        call = Call(kind, operands, flags, return_lse=return_lse, lasting=slot is not None)
-        sized = None if slot is None else call.prepared(operands, slot)
-        return call(operands, None, sized, before)
+        call, places, sized, bounds = _found(kind, operands, flags, slot, return_lse=return_lse)
+        return call(operands, places, sized, before, bounds)
     if before is not None:
         refuse(kind, operands, flags)
         before()
@@ -130,23 +130,24 @@ class Call:
     """A validated call. If it is `lasting`, later calls use it too: those with the strides and alignment of its
     tensors, or of all sizes (see calls).
 
-    Called with the tensors in the order of `Operands`; trailing Nones may be left out. `records`: autograd learns of
-    calls that need gradients; it knows already what an op does.
+    Called with the tensors in the order of `Operands`; trailing Nones may be left out. `use` is "record" if autograd
+    learns of calls that need gradients; it knows already what an op does, which has "op". A call that is only asked for
+    its gradients has "backward".
     """
 
     __slots__ = (
         "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_reads", "_record", "_recorded",
-        "_trace", "_writes", "bound", "flags", "kind", "problem", "return_lse", "wide",
+        "_trace", "_use", "_writes", "bound", "flags", "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
     def __init__(
-        self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool, records: bool = True
+        self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool, use: Use = "record"
     ) -> None:
         self.kind, self.flags, self.return_lse = kind, flags, return_lse
         if lasting:
             validation.check_storage(kind, operands)
         self.problem, self._chosen = _choose(kind, operands, flags)
-        self._recorded = flags.needs_grad and records
+        self._use, self._recorded = use, flags.needs_grad and use == "record"
         # int64 index tensors are converted before the pass; the bound pass takes int32.
         self.wide = tuple([i for i in _COUNTS if (t := operands[i]) is not None and t.dtype == torch.int64])
         # The bound forward pass, or None.
@@ -179,7 +180,7 @@ class Call:
         # Lengths that are read from contents are no part of the signature: then a plan for these sizes serves no other.
         lasts = validation.lasts(self.kind, operands, self.flags)
         is_met, slot.family.is_met = slot.family.is_met or not lasts, True
-        if is_met and (self._contents is not None or not self._reads) and not self.wide:
+        if is_met and (self._contents is not None or not self._reads):
             sized = self._opened(tensors, slot.family)
             if sized is not None:
                 return sized
@@ -201,7 +202,9 @@ class Call:
         flags, names = self.flags.with_lengths(bounds), Operands._fields[: len(tensors)]
         is_open = _open_sizes(self.kind, flags, names, tensors)
         contents = None if self._contents is None else validation.Contents
-        form = calls.form_of(family.forms, tensors, is_open, contents, keeps=not self._writes)
+        # Nothing is computed for sizes where there is no pass.
+        keeps = not self._writes and self._use != "backward"
+        form = calls.form_of(family.forms, tensors, is_open, contents, keeps=keeps)
         found = _opened(self.kind, names, tensors, flags, self._bound_forward) if form.is_due() else None
         if found is None:
             return None
@@ -337,6 +340,8 @@ class Call:
             problem = self.problem_of(given[4:], lengths)
             with tracing.span(tracing.BACKWARD, given[4:], self._chosen.backend.name, problem):
                 return self.differentiated(given, needs, lengths, True)
+        if self.wide:
+            given = (*given[:4], *self._narrowed(given[4:]))
         known = self._backward(given, needs, lengths) if self._lasting else None
         if known is not None:
             slot, places, sized, _ = known
@@ -352,8 +357,11 @@ class Call:
         return scattered(found, wanted, len(tensors))
 
     def _narrowed(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Every index tensor as int32. Contents were validated before the conversion."""
-        return [t.to(torch.int32) if i in self.wide else t for i, t in enumerate(tensors)] if self.wide else tensors
+        """Every index tensor as int32, contiguous. Contents were validated before the conversion."""
+        if not self.wide:
+            return tensors
+        whole = torch.contiguous_format
+        return [t.to(torch.int32, memory_format=whole) if i in self.wide else t for i, t in enumerate(tensors)]
 
     def _bound_forward(self, problem: AttentionProblem, operands: Operands) -> Bound | None:
         """The pass of the backend; `operands` may be those of a trace."""
@@ -363,6 +371,8 @@ class Call:
             operands = operands._replace(max_logits=cast("Tensor", sketch))
         if problem.is_traced and _chosen_for(problem, operands, self.flags).backend is not backend:
             return None  # never so: the choice is made again to be recorded
+        if self._use == "backward":
+            return _NoPass()
         ready = canonical(problem, operands)
         if _is_moved(operands, ready):
             return None
@@ -421,6 +431,20 @@ class Call:
         return bind(problem, ready, heads_first(problem, out), lse, dout_ready, dlse, wanted)
 
 
+class _NoPass:
+    """The forward pass of a call that is only asked for its gradients."""
+
+    made = ()
+
+    def __call__(self, *_: Any) -> None:
+        """Makes nothing."""
+
+    def open(self, trace: Trace) -> Callable[..., Any]:
+        """See tilewise.backends.base.Bound."""
+        measure: Callable[..., Any] = trace.function(["return Exact()"], {"Exact": _Exact})
+        return measure
+
+
 class _BoundBackward(NamedTuple):
     """A cached backward pass. `results[i]` is the index of operand i's gradient among the tensors that it makes."""
 
@@ -463,7 +487,7 @@ def _opened(
     trace = Trace([*present, *LENGTHS])
     is_open = _open_sizes(kind, flags, names, tensors)
     sketches = [
-        None if t is None else Sketch.of(trace, name, t, opened)
+        None if t is None else _sketched(trace, name, t, opened)
         for name, t, opened in zip(names, tensors, is_open, strict=True)
     ]
     bounds = [
@@ -478,6 +502,15 @@ def _opened(
     # A pass from outside may serve one size only, and lack it.
     opened = getattr(bound, "open", None)
     return None if bound is None or opened is None else _Opened(trace, problem, bound, opened(trace))
+
+
+def _sketched(trace: Trace, name: str, tensor: Tensor, is_open: Sequence[bool]) -> Sketch:
+    """The tensor of a trace. An int64 index tensor is converted before the pass, into memory of its own."""
+    sketch = Sketch.of(trace, name, tensor, is_open)
+    if name not in COUNTS or tensor.dtype != torch.int64:
+        return sketch
+    strides = (1,) if len(sketch.shape) == 1 else (sketch.shape[1], 1)
+    return Sketch(sketch.shape, strides, 0, torch.int32, sketch.device, sketch.get_device())
 
 
 class _Exact(NamedTuple):
@@ -562,13 +595,24 @@ def _no_logits(problem: AttentionProblem, device: torch.device) -> Tensor:
     return torch.full((problem.num_heads,), -torch.inf, dtype=problem.accumulate_dtype, device=device)
 
 
-def _found(kind: Kind, operands: Operands, flags: Flags) -> tuple[Call, calls.Places | None, Any, calls.Lengths]:
-    """How an op is computed: the call, which earlier ones may have prepared, and what `calls.slot_of` says of it."""
-    key = "op", kind, *[flags[i] for i in _MEANING]
-    slot, places, sized, bounds = calls.slot_of(operands, key, lengths=flags.lengths)
-    if slot is not None and slot.call is not None:
-        return cast("Call", slot.call), places, sized, bounds
-    call = Call(kind, operands, flags, return_lse=True, lasting=slot is not None, records=False)
+def _found(
+    kind: Kind,
+    operands: Operands,
+    flags: Flags,
+    slot: calls.Slot | None = None,
+    *,
+    return_lse: bool = True,
+    use: Use = "record",
+) -> tuple[Call, calls.Places | None, Any, calls.Lengths]:
+    """The call that computes these operands, and what `calls.slot_of` says of it. Without a `slot`, one is looked up by
+    the flags: for ops, and for calls that autocast has converted or whose options were no key.
+    """
+    if slot is None:
+        key = kind, return_lse, use, *[flags[i] for i in _MEANING]
+        slot, places, sized, bounds = calls.slot_of(operands, key, lengths=flags.lengths)
+        if slot is not None and slot.call is not None:
+            return cast("Call", slot.call), places, sized, bounds
+    call = Call(kind, operands, flags, return_lse=return_lse, lasting=slot is not None, use=use)
     sized = None if slot is None else call.prepared(operands, slot)
     return call, None, sized, call.flags.lengths
 
@@ -576,7 +620,7 @@ def _found(kind: Kind, operands: Operands, flags: Flags) -> tuple[Call, calls.Pl
 def _computed(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
     """(out, lse), and max_logits if they are wanted, of an op."""
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):  # noqa: SLF001
-        call, places, sized, bounds = _found(kind, operands, flags)
+        call, places, sized, bounds = _found(kind, operands, flags, use="op")
         return cast("tuple[Tensor, ...]", call(operands, places, sized, None, bounds))
 
 
@@ -645,7 +689,7 @@ def _backward(
     for place, want in zip(INDICES, wanted, strict=True):
         needs[place] = want
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):  # noqa: SLF001
-        call, *_, bounds = _found(kind, operands, flags)
+        call, *_, bounds = _found(kind, operands, flags, use="backward")
         found = call.differentiated((dout, dlse, out, lse, *operands), tuple(needs), bounds)
         gradients = Gradients(*[found[place] for place in INDICES])
         return derivatives.materialised(operands, gradients, Wanted(*wanted))

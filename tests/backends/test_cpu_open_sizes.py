@@ -181,6 +181,19 @@ def paged(draw: Draw, dtype: torch.dtype = F32, *, packs: bool = False, **flags:
     return (q, *pages, table, torch.tensor(lengths, dtype=torch.int32)), flags | {"call": tw.attention_paged}
 
 
+def of_int64(draw: Draw, made: Made) -> Made:
+    """The same with wider index tensors, some of them strided."""
+
+    def wide(t: Any) -> Any:
+        if not isinstance(t, Tensor) or t.dtype != torch.int32:
+            return t
+        t = t.to(torch.int64)
+        return t.t().contiguous().t() if draw.random() < 0.3 else t.repeat_interleave(2, dim=-1)[..., ::2]
+
+    given, flags = made
+    return tuple(map(wide, given)), flags
+
+
 CASES: dict[str, Callable[[Draw], Made]] = {
     "plain": dense,
     "causal": lambda d: dense(d, causal=True),
@@ -215,6 +228,8 @@ CASES: dict[str, Callable[[Draw], Made]] = {
     "packed dropout": lambda d: packed(d, dropout=0.3, seed=torch.tensor([d.randint(0, 2**62)])),
     "pages": paged,
     "pages bf16": lambda d: paged(d, BF16, return_lse=True),
+    "packed int64": lambda d: of_int64(d, packed(d, causal=True)),
+    "pages int64": lambda d: of_int64(d, paged(d)),
     "pages, several tokens": lambda d: paged(d, packs=True, causal=True),
     "pages, several tokens, window": lambda d: paged(d, packs=True, window=(20, 0)),
 }

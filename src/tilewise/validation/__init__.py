@@ -8,11 +8,9 @@ reading them would synchronise with the device.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tilewise import settings
@@ -39,7 +37,7 @@ from tilewise.validation.flags import (
 from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import split_scales, unwrapped
 from tilewise.validation.results import Disjoint, check_out, check_result, check_traced_result
-from tilewise.validation.tensors import FLOATS, TILE_MASK, TensorSpec, describe, open_sizes, public_names
+from tilewise.validation.tensors import FLOATS, TILE_MASK, describe, open_sizes, public_names
 from tilewise.validation.values import check_values, first_columns, longest_sequences, longest_within, pages_in_use
 
 __all__ = [
@@ -149,17 +147,17 @@ def _with_tiles(operands: Operands) -> tuple[Operands, TileMask | None]:
 
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
-    """Validate real tensors and describe them. The structural part is cached per combination of specs and flags."""
+    """Validate real tensors and describe them."""
     check_there(_SHOWN[kind], operands)
-    specs, latent = _specs(operands), is_latent(operands.k, operands.v)
-    if not reads_contents(kind, operands):
-        return _describe(kind, specs, flags, latent)
-    # Structure first: contents are read only from index tensors of the right rank and dtype.
-    check_structure(kind, operands, flags)
-    bounds = longest_sequences(operands, flags.lengths)
-    problem = _describe(kind, specs, flags.with_lengths(bounds), latent)
-    check_values(operands)
-    return problem
+    reads = reads_contents(kind, operands)
+    if reads:
+        # Structure first: contents are read only from index tensors of the right rank and dtype.
+        check_structure(kind, operands, flags)
+        flags = flags.with_lengths(longest_sequences(operands, flags.lengths))
+    problem = describe(kind, operands, flags)
+    if reads:
+        check_values(operands)
+    return dataclasses.replace(problem, latent=True) if is_latent(operands.k, operands.v) else problem
 
 
 def traced_problem(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
@@ -181,8 +179,8 @@ def check_storage(kind: Kind, operands: Operands) -> None:
 def check_structure(kind: Kind, operands: Operands, flags: Flags) -> None:
     """The part of `problem_of` that does not read index tensors."""
     lengths_open = flags._replace(max_seqlen_q=None, max_seqlen_k=None)
-    specs = [None if i in _LENGTH_BOUND else spec for i, spec in enumerate(_specs(operands))]
-    _describe(kind, tuple(specs), lengths_open)
+    # bias and masks are checked against the longest sequence, which may be known only after lengths are read.
+    describe(kind, operands._replace(bias=None, mask=None, tiles=None), lengths_open)
 
 
 def check_contents(operands: Operands, flags: Flags) -> None:
@@ -259,14 +257,6 @@ def reads_contents(kind: Kind, operands: Operands) -> bool:
 # Index tensors that hold lengths, and the block table.
 LENGTHS = tuple(Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k"))
 TABLE = Operands._fields.index("block_table")
-# bias and masks are checked against the longest sequence, which may be known only after lengths are read.
-_LENGTH_BOUND = tuple(Operands._fields.index(name) for name in ("bias", "mask", "tiles"))
-
-Spec = tuple[torch.Size, torch.dtype, torch.device] | None
-
-
-def _specs(operands: Operands) -> tuple[Spec, ...]:
-    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
 
 
 def is_latent(k: Tensor, v: Tensor) -> bool:
@@ -277,9 +267,3 @@ def is_latent(k: Tensor, v: Tensor) -> bool:
         return False
     same = k.untyped_storage()._cdata == v.untyped_storage()._cdata  # noqa: SLF001
     return same and k.storage_offset() == v.storage_offset()
-
-
-@functools.lru_cache(maxsize=4096)
-def _describe(kind: Kind, specs: tuple[Spec, ...], flags: Flags, latent: bool = False) -> AttentionProblem:
-    problem = describe(kind, [None if spec is None else TensorSpec(*spec) for spec in specs], flags)
-    return dataclasses.replace(problem, latent=True) if latent else problem

@@ -178,7 +178,6 @@ class Pass:
         return rows, lengths_of(operands[TOTALS_K].tolist())
 
 
-@functools.lru_cache(maxsize=256)
 def _filler(positions: tuple[int, ...]) -> Callable[[Values, tuple[int, ...]], None]:
     """A function that puts numbers at these positions: in one statement, which takes half the time of a loop."""
     targets = "".join([f"values[{at}], " for at in positions])

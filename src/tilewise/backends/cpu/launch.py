@@ -157,11 +157,10 @@ def row_fields(
     return fields
 
 
-@functools.lru_cache(maxsize=1024)
 def template(
     problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides, given_out: Strides | None = None
 ) -> Values:
-    """The parameter block of a call without addresses, to be copied. `out` is contiguous in the caller's layout, or has
+    """The parameter block of a call without addresses. `out` is contiguous in the caller's layout, or has
     the strides that are given.
     """
     out, lse = (result.stride() for result in new_results(problem, "meta"))
@@ -273,7 +272,6 @@ def _strides_from(position: int, tensor: Tensor) -> Block:
     return {position + i: stride * item for i, stride in enumerate(tensor.stride(), 1)}
 
 
-@functools.lru_cache(maxsize=256)
 def forward_workspace(division: Division, block_m: int, *, in_tiles: bool) -> tuple[Block, int]:
     """Offsets in one thread's workspace, and its size in bytes. On a matrix unit, packed head dims are whole tiles."""
     rows, dims = round_up(block_m, host().panel), (division.head_dim, division.head_dim_v)

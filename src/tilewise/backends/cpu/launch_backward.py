@@ -106,7 +106,7 @@ def input_values(
     out = out if out.stride(-1) == 1 else out.contiguous()
     lse = lse.contiguous()
     keep += [out, dout, lse]
-    values = launch.template_of(problem, operands)[:]
+    values = launch.template_of(problem, operands)
     launch.put_operands(values, problem, operands, out, lse, keep)
     launch.put(values, launch.tensor_fields(f.OUT, out, kind) | launch.tensor_fields(f.DOUT, dout, kind))
     if dlse is not None:
@@ -257,9 +257,8 @@ class Kernel:
             launch.useful_threads(expected, available),
             self._per_forward * expected >= launch.LONG_MICROSECONDS,
         )
-        known = None if given is None else (tuple(given[0]), tuple(given[1]))
         found = []
-        for work, plan, keys in _passes(division, self._wanted, self._bias_shape, count, bounds, known):
+        for work, plan, keys in _passes(division, self._wanted, self._bias_shape, count, bounds, given):
             offsets, size = self._workspace(division.head_dim, division.head_dim_v, work, keys)
             values = self._constants[:]
             launch.put(values, offsets)
@@ -278,17 +277,16 @@ def kernel(problem: AttentionProblem, wanted: Wanted, constants: Values) -> Kern
     return Kernel("backward", workspace, problem, wanted, BACKWARD_PER_FORWARD, constants)
 
 
-@functools.lru_cache(maxsize=64)
 def _passes(
     division: Division,
     wanted: Wanted,
     bias_shape: tuple[int, int, int, int] | None,
     count: int,
     bounds: Bounds,
-    given: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    given: BothLengths | None,
 ) -> list[tuple[int, Schedule, int]]:
     """WORK, items and keys of dk and dv of each pass: all gradients per K/V head at once, or dq and dk/dv separately;
-    and dbias. Cached: the layers of a model ask for the same.
+    and dbias.
     """
     q_lengths, k_lengths = both_lengths(bounds, given)
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv
