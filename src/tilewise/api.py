@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 # q, k and v may be tensors, or e4m3 data (of pages also int8) with its scales.
 Attended = Tensor | Fp8Tensor
-MASK = Operands._fields.index("mask")
+MASK, SEED = Operands._fields.index("mask"), Operands._fields.index("seed")
 NOTHING = (None,) * Operands._fields.index("out")
 # For the bodies that are compiled: makes a named tuple of a tuple, without a Python call.
 _record = tuple.__new__
@@ -300,10 +300,15 @@ def _attend(
     """
     tensors, groups = operands, None
     about: tuple[Any, ...] = ()
+    dropout, unkept = options.dropout, seed
     if len(operands) > MASK and (mask := operands[MASK]).__class__ is TileMask:
         tensors = (*operands[:MASK], None, *operands[MASK + 1 :], *mask.parts)
         about = (mask.promises,)
         lengths = lengths._replace(mask_seqlen_q=mask.seqlen_q, mask_seqlen_k=mask.seqlen_k)
+    if dropout.__class__ is float and dropout and calls.is_seeded(tensors, seed):
+        # The seed is a tensor like any other. Drawn here, it decides the bits of this call alone.
+        seed = validation.seed_tensor(seed, dropout)
+        tensors, dropout, unkept = (*tensors, *NOTHING[len(tensors) : SEED], seed), 0.0, None
     if operands[2].__class__ is Fp8Tensor:
         tensors, scales = validation.split_scales(tensors)
         about += scales
@@ -316,9 +321,9 @@ def _attend(
     slot = None
     if groups is not None or shared_prefix is None:
         key = (kind, *options, *about)
-        slot, places, sized = calls.slot_of(tensors, key, options.dropout, options.window, seed, groups, lengths)
+        slot, places, sized, bounds = calls.slot_of(tensors, key, dropout, options.window, unkept, groups, lengths)
         if slot is not None and slot.call is not None:
-            found: calls.Result = slot.call(tensors, places, sized, None, lengths)
+            found: calls.Result = slot.call(tensors, places, sized, None, bounds)
             return found
     given = Operands(*operands)._replace(out=out)
     if slot is None and sharded.is_dtensor(given.q):

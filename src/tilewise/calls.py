@@ -15,7 +15,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,9 +47,10 @@ _address = Tensor.data_ptr
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 # Addresses of tensors.
 Places = tuple[int, ...]
-# Result of `slot_of`: where the call is cached, the addresses of its tensors, and what its plan needs for their sizes.
-Found = tuple["Slot | None", Places | None, Any]
-NOTHING: Found = (None, None, None)
+# Result of `slot_of`: where the call is cached, the addresses of its tensors, what its plan needs for their sizes, and
+# the bounds on its lengths: those that the caller left open may have been read from index tensors.
+Found = tuple["Slot | None", Places | None, Any, Lengths]
+NOTHING: Found = (None, None, None, NO_LENGTHS)
 
 
 class Signature:
@@ -161,35 +162,62 @@ class Slot:
 Measure = Callable[[Sequence[Any], Lengths], Any]
 
 
+class Contents(Protocol):
+    """The contents of index tensors, which decide whether a call is valid, and on its sizes."""
+
+    def bounds(self, tensors: Sequence[Any], given: Lengths, /) -> Lengths | None:
+        """The bounds on lengths, given those that the caller passed. None if the contents are not valid."""
+
+
 class Form:
     """Calls that differ in sizes and addresses alone, and their plans (tilewise.native)."""
 
-    __slots__ = ("_plans", "_signature")
+    __slots__ = ("_contents", "_missed", "_plans", "_signature")
 
-    def __init__(self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]]) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]], contents: Contents | None = None
+    ) -> None:
+        """`contents` are looked at in every call, if that is needed."""
+        self._contents = contents
+        # Calls without a plan since one was added.
+        self._missed = 0
         self._signature = Signature(tensors, is_open)
         self._plans: list[tuple[Measure, Any]] = []
 
     def add(self, measure: Measure, plan: Any) -> None:
         """A plan, and the function that computes what it needs."""
-        self._plans = [(measure, plan), *self._plans[: MAX_PLANS - 1]]
+        self._plans, self._missed = [(measure, plan), *self._plans[: MAX_PLANS - 1]], 0
+
+    def is_due(self) -> bool:
+        """Whether to try to make a plan for a call that has none, which takes a millisecond and may fail: for the
+        first one since a plan was added, the second, the fourth, the eighth and so on.
+        """
+        self._missed += 1
+        return self._missed & (self._missed - 1) == 0
 
     def takes(self, tensors: Sequence[Any]) -> bool:
         """Whether such a call is of this form."""
         return self._signature.matched(tensors) is not None
 
-    def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, None, Any] | None:
-        """(plan, no addresses, what the plan needs for these sizes) of a call, or None."""
+    def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, None, Any, Lengths] | None:
+        """(plan, no addresses, what the plan needs for these sizes, bounds on lengths) of a call, or None."""
+        if not self._plans:
+            return None
         present = self._signature.matched(tensors)
         if present is None:
             return None
+        if self._contents is not None:
+            bounds = self._contents.bounds(tensors, lengths)
+            if bounds is None:
+                return None
+            lengths = bounds
         for known in self._plans:
             measure, plan = known
             sized = measure(present, lengths)
             if sized is not None:
                 if known is not self._plans[0]:  # the next call most often uses it, too
                     self._plans = [known, *[other for other in self._plans if other is not known]]
-                return plan, None, sized
+                return plan, None, sized, lengths
         return None
 
 
@@ -220,6 +248,15 @@ def _is_wrapped(tensor: Tensor) -> bool:
     """By torch.func, or by the legacy vmap behind `is_grads_batched=True`."""
     functorch = torch._C._functorch  # noqa: SLF001
     return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+def is_seeded(tensors: Sequence[Any], seed: Any) -> bool:
+    """Whether the seed of a call with dropout may be made before the call is looked up: nothing but autograd sees it.
+    Of e4m3 operands, scales would follow the seed.
+    """
+    if torch.compiler.is_compiling() or seed.__class__ not in (int, Tensor, type(None)):
+        return False
+    return tensors[0].__class__ in PLAIN and tensors[2].__class__ in PLAIN and not is_watched()
 
 
 def is_watched() -> bool:
@@ -254,7 +291,7 @@ def slot_of(
     """The slot of a call and the addresses of its tensors that are not None, or NOTHING for a call that is not cached.
 
     `tensors` are in the order of `Operands`, without trailing Nones; `key` is the rest of the signature. `dropout`,
-    `window` and `seed` are inspected: a call with dropout depends on a random seed and is not cached. `groups`, the
+    `window` and `seed` are inspected: with dropout, a call is cached if its seed is one of the tensors. `groups`, the
     numbers of a shared prefix, change every step, so they are kept out of the flags' key, where they would evict other
     calls. Arguments may be of any type: what cannot be hashed is not cached.
     """
@@ -299,7 +336,7 @@ def slot_of(
         if last is not None and last.signature is not None and (last.groups is groups or last.groups == groups):
             places = last.signature.matched(tensors)
             if places is not None and last.lengths == lengths:
-                return last, places, None
+                return last, places, None, lengths
         return NOTHING if is_watched() else _looked_up(family, tensors, groups, lengths)
     # Unhashable flags, tensors without strides or storage, or no tensors at all: validated on every call.
     except (TypeError, RuntimeError, AttributeError):
@@ -330,7 +367,7 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any, lengths: Len
     if slot.signature is None or slot.signature.matched(tensors) is None:
         slot.signature = Signature(tensors)
     family.last = slot
-    return slot, tuple(places), None
+    return slot, tuple(places), None, lengths
 
 
 def _is_cast(tensors: Sequence[Any]) -> bool:
@@ -357,13 +394,19 @@ def _slot(family: Family, groups: Any, lengths: Lengths, *looks: Any) -> Slot:
     return Slot(groups, family if groups is None else None, lengths)
 
 
-def form_of(forms: list[Form], tensors: Sequence[Any], is_open: Sequence[Sequence[bool]]) -> Form:
-    """The form of some tensors among others; a new one if there is none."""
+def form_of(
+    forms: list[Form],
+    tensors: Sequence[Any],
+    is_open: Sequence[Sequence[bool]],
+    contents: Callable[[], Contents] | None = None,
+) -> Form:
+    """The form of some tensors among others; a new one if there is none, which looks at `contents()`."""
     for form in forms:
         if form.takes(tensors):
             return form
-    forms[:] = [Form(tensors, is_open), *forms[: MAX_FORMS - 1]]
-    return forms[0]
+    new = Form(tensors, is_open, None if contents is None else contents())
+    forms[:] = [new, *forms[: MAX_FORMS - 1]]
+    return new
 
 
 def forget() -> None:

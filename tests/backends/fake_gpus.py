@@ -19,13 +19,7 @@ from torch import Tensor
 from fake_cuda import STREAMS, FakeCuda
 from tilewise import device as devices
 
-CACHES = {
-    "gpu.compilation": ("_compiled",),
-    "triton.launch": ("forward_pass", "backward_pass"),
-    "triton.prefix": ("prefix_pass",),
-    "gpu.counters": ("counters_of",),
-    "hopper.launch": ("forward_pass", "backward_pass", "decode_pass"),
-}
+CACHES = {"gpu.compilation": ("_compiled",), "gpu.launching": ("kept",), "gpu.counters": ("counters_of",)}
 
 
 @contextlib.contextmanager

@@ -242,7 +242,7 @@ ORDINARY = (
 
 
 def force_tile(tile: str | None, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated("launch").forward_pass.cache_clear()
+    emulated("launch").launching.kept.cache_clear()
     if tile is not None:
         configs = emulated("configs")
         monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, tile))

@@ -32,6 +32,7 @@ quantised = pytest.importorskip("tilewise.backends.triton.quantised")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
+launching = pytest.importorskip("tilewise.backends.gpu.launching")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -295,7 +296,7 @@ def test_compiled_decoding_keeps_its_pipeline(device: str, page_size: int | None
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fixed splits of 128 keys, merged two at a time."""
-    caches = (planning._plan, launch.forward_pass)
+    caches = (planning._plan, launching.kept)
     monkeypatch.setattr(planning, "SPLIT_KEYS", 128)
     monkeypatch.setattr(launch, "COMBINED_ELEMENTS", 2 * 64)
     for cache in caches:

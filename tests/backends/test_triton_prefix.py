@@ -182,7 +182,7 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
     other places as well.
     """
     monkeypatch.setattr(prefix, "num_splits", lambda *_: splits)
-    prefix.prefix_pass.cache_clear()
+    launching.kept.cache_clear()
     batch = Batch(case)
     both, given, (exact_k, exact_v) = own_and_prefixes(batch, unread)
     both._allocate = poisoned
@@ -204,7 +204,7 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
             torch.testing.assert_close(made[1].double(), want_lse, atol=1e-4, rtol=1e-5)
         # Whoever came last has left none for the next call on this stream.
         assert not counters.any()
-    prefix.prefix_pass.cache_clear()
+    launching.kept.cache_clear()
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def append(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     from tilewise.backends.triton import serving
 
     monkeypatch.setattr(serving, "MANY_ROWS", 0 if request.param else 2048)
-    launching._described.cache_clear()
+    launching.kept.cache_clear()
 
     def append(rows: Any, pages: Any, scales: Any, slots: Tensor) -> None:
         # Latents are rows without V.
@@ -201,7 +201,7 @@ def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rotating, "MANY_ROWS", 0)
     monkeypatch.setattr(rotating, "MANY", (128, 2))
-    launching._described.cache_clear()
+    launching.kept.cache_clear()
 
 
 def both(options: dict[str, Any], dtype: torch.dtype = torch.float32, in_place: bool = False, **changed: Any) -> Any:

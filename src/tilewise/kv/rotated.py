@@ -118,7 +118,7 @@ def append_rotated(
     if not isinstance(interleaved, bool):
         raise InvalidProblem("interleaved", "True or False", repr(interleaved), "Pass a Python bool.")
     rest = (k_pages, v_pages, slots, positions, cos_sin, q_weight, k_weight, k_scale, v_scale)
-    slot, places, _ = calls.slot_of((q, k, v, out, *rest), ("rotated", interleaved, norm_eps))
+    slot, places, *_ = calls.slot_of((q, k, v, out, *rest), ("rotated", interleaved, norm_eps))
     key = None if slot is None or places is None or settings.current().check_values else (slot, places)
     if key is not None and (run := _bound.get(key)) is not None:
         made = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out

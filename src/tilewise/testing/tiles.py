@@ -18,11 +18,11 @@ def overridden(configs: Mapping[Pass, Config]) -> Iterator[None]:
     """Replace the configurations of some passes within a block, in every thread: autograd runs a backward in its own.
     What was planned before the block, or within it, is forgotten.
     """
+    from tilewise.backends.gpu import launching
     from tilewise.backends.triton import configs as tables
-    from tilewise.backends.triton import launch, launch_higher, planning
+    from tilewise.backends.triton import planning
 
-    kept: list[Any] = [planning._plan, launch.forward_pass, launch.backward_pass]  # noqa: SLF001
-    kept += [launch_higher.tangent_pass, launch_higher.twice_pass]
+    kept: list[Any] = [planning._plan, launching.kept]  # noqa: SLF001
     config_of, latent_config = tables.config_of, tables.latent_config
 
     def forget() -> None:

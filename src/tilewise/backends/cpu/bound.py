@@ -8,7 +8,6 @@ changed, or the process may have been forked.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +21,11 @@ from tilewise.backends.cpu import launch, launch_backward, threads
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.launch import ADDRESSED, DTYPES, Block, Forward, Run, Strides, Values, is_contiguous
 from tilewise.backends.cpu.schedule import BothLengths, Bounds, bounds_of
-from tilewise.memory import Reader
 from tilewise.native import Plan
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
 from tilewise.symbolic import Trace, is_traced
+from tilewise.totals import lengths_of
 
 # (shape, strides, dtype) of a tensor that a pass makes.
 Allocation = tuple[Strides, Strides, torch.dtype]
@@ -34,10 +33,12 @@ Allocation = tuple[Strides, Strides, torch.dtype]
 APART = 3
 # Where kernels find the addresses of what a pass is given besides operands.
 GIVEN = {"dout": f.DOUT, "dlse": f.DLSE, "out": f.OUT, "lse": f.LSE, "max_logits": f.LARGEST}
+# They find the seed itself there.
+SEED = {"seed": f.SEED_LOW}
 # The largest score of each row: made for `max_logits`, not for the caller.
 LARGEST = "largest"
-TOTALS_Q, TOTALS_K, LENGTHS_K, OUT, LOGITS = (
-    Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "out", "max_logits")
+TOTALS_Q, TOTALS_K, LENGTHS_K, SEED_AT, OUT, LOGITS = (
+    Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "seed", "out", "max_logits")
 )
 
 
@@ -67,12 +68,12 @@ class Pass:
 
     `given` are the positions in the parameter block of the addresses of a call's tensors (those that are not None),
     `made` the tensors that it makes, with theirs. `fields` is the rest of the block, where numbers of a trace may be.
-    Kernels always write an lse: `unread` are its bytes if nobody reads it.
+    Kernels always write an lse: `unread` are its bytes if nobody reads it. A backward is given q at position `first`.
     """
 
     __slots__ = (
-        "_allocations", "_bounds", "_fields", "_fill", "_kernels", "_largest", "_last", "_readers", "_sized", "_unread",
-        "made",
+        "_allocations", "_bounds", "_fields", "_fill", "_first", "_has_dropout", "_is_dense", "_kernels", "_largest",
+        "_last", "_sized", "_unread", "made",
     )  # fmt: skip
 
     def __init__(
@@ -83,13 +84,15 @@ class Pass:
         given: Sequence[int],
         made: Mapping[str, tuple[int, Allocation]],
         unread: int = 0,
+        first: int = 0,
     ) -> None:
+        self._first, self._is_dense, self._has_dropout = first, problem.kind == "dense", problem.dropout > 0.0
         self._fields, self._bounds, self._unread = fields, bounds_of(problem), unread
         self._kernels = kernels(f.new_block({at: value for at, value in fields.items() if not is_traced(value)}))
-        self._fill = _filler((*given, *[position for position, _ in made.values()]))
+        # Packed gradients of K and V have totals of their own.
+        totals = [f.CU_GRADS_K] if first and not self._is_dense else []
+        self._fill = _filler((*given, *[position for position, _ in made.values()], *totals))
         self._allocations = tuple([allocation for _, allocation in made.values()])
-        # Of the index tensors with the lengths of queries and keys, which each call reads.
-        self._readers = None if problem.kind == "dense" else (Reader(), Reader())
         # The dimensions of lse besides the heads, if the largest score of each head is wanted.
         self._largest: Any = None if LARGEST not in made else (0, 2) if problem.kind == "dense" else 1
         self.made = tuple([name for name in made if name != LARGEST])
@@ -138,14 +141,17 @@ class Pass:
         allocations, unread, bounds, slices, known = sized
         places = places or known
         made = [launch.allocate(shape, strides, dtype) for shape, strides, dtype in allocations]
-        available, lengths = threads.num_threads(), None if self._readers is None else self._lengths(tensors, made)
+        available, lengths = threads.num_threads(), None if self._is_dense else self._lengths(tensors, bounds, made)
         key, (last, runs) = (bounds, available, lengths), self._last
         if key != last:
-            runs = self._kernels.runs(bounds, lengths and _numbers(*lengths, bounds), available)
+            runs = self._kernels.runs(bounds, lengths, available)
             self._last = key, runs
         if places is None or self._largest is not None:  # those of a trace have no memory for max_logits
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         addresses = (*places, *[tensor.data_ptr() for tensor in made])
+        if self._first and lengths is not None:
+            totals = launch_backward.totals_of(lengths[1])
+            addresses = (*addresses, totals.buffer_info()[0])
         if self._largest is not None:
             made[-1].fill_(-torch.inf)  # rows of no sequence are not written
         for run in runs:
@@ -154,27 +160,33 @@ class Pass:
                 values[first:end] = numbers
             values[f.SEQLEN_Q] = run.values[f.SEQLEN_Q]
             self._fill(values, addresses)
+            if self._has_dropout:
+                launch.put(values, launch.seed_fields(tensors[self._first + SEED_AT]))
             run.start(values, unread)
         if self._largest is not None:
             torch.amax(made[-1], self._largest, out=tensors[LOGITS])
         return made
 
-    def _lengths(self, tensors: Sequence[Any], made: Sequence[Tensor]) -> tuple[bytes, bytes]:
-        """What the index tensors hold. Rows after the last sequence become empty rows."""
-        assert self._readers is not None
-        totals = tensors[TOTALS_Q]
-        rows = b"" if totals is None else self._readers[0].read(totals)
-        is_paged = len(tensors) > LENGTHS_K and tensors[LENGTHS_K] is not None
-        keys = self._readers[1].read(tensors[LENGTHS_K if is_paged else TOTALS_K])
-        if rows:
-            used, named = array("i", rows[-4:])[0], dict(zip(self.made, made, strict=False))
-            out = named["out"] if "out" in named else tensors[OUT]
-            if used < len(out):
-                launch.clear_unused_rows(totals, out, named.get("lse"))
-        return rows, keys
+    def _lengths(self, tensors: Sequence[Any], bounds: Bounds, made: Sequence[Tensor]) -> BothLengths:
+        """The lengths in index tensors. Rows after the last sequence become empty rows."""
+        operands, named = tensors[self._first :], dict(zip(self.made, made, strict=False))
+        totals, rows = operands[TOTALS_Q], [1] * bounds[0]
+        if totals is not None:
+            entries = totals.tolist()
+            rows = lengths_of(entries)
+            if entries[-1] < operands[0].shape[0]:
+                result = named.get("dq") if self._first else named["out"] if "out" in named else operands[OUT]
+                if result is not None:
+                    launch.clear_unused_rows(totals, result, named.get("lse"))
+        if self._first:  # keys that nobody sees
+            for name in ("dk", "dv"):
+                if name in named:
+                    named[name].zero_()
+        if len(operands) > LENGTHS_K and operands[LENGTHS_K] is not None:
+            return rows, operands[LENGTHS_K].tolist()
+        return rows, lengths_of(operands[TOTALS_K].tolist())
 
 
-@functools.lru_cache(maxsize=256)
 def _filler(positions: tuple[int, ...]) -> Callable[[Values, tuple[int, ...]], None]:
     """A function that puts numbers at these positions: in one statement, which takes half the time of a loop."""
     targets = "".join([f"values[{at}], " for at in positions])
@@ -183,22 +195,11 @@ def _filler(positions: tuple[int, ...]) -> Callable[[Values, tuple[int, ...]], N
     return names["fill"]  # type: ignore[no-any-return]
 
 
-def _numbers(rows: bytes, keys: bytes, bounds: Bounds) -> BothLengths:
-    """The lengths of sequences; index tensors with totals have one number more than there are sequences."""
-    found = [array("i", numbers).tolist() for numbers in (rows, keys)]
-    q, k = (
-        [b - a for a, b in itertools.pairwise(numbers)] if len(numbers) > bounds[0] else numbers for numbers in found
-    )
-    return q or [1] * bounds[0], k
-
-
 def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) -> Pass | None:
     """A pass for canonical operands like these; None if they must be looked at, or copied, in every call."""
     given = _positions(Operands._fields, operands)
     if given is None or 0 in problem.out_shape or not _are_readable(problem, operands):
         return None
-    if problem.is_traced and problem.kind != "dense":
-        return None  # index tensors are read through views of one shape
     lse = contiguous(problem.lse_shape, torch.float32)
     made = {"lse": (f.LSE, lse)} if want_lse else {}
     if operands.out is None:
@@ -224,10 +225,12 @@ def bind_backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Pass | None:
-    """A dense pass that makes the wanted ones of dq, dk, dv; None as for the forward, or if others are wanted."""
+    """A dense or packed pass that makes the wanted ones of dq, dk, dv; None as for the forward, or if others are
+    wanted.
+    """
     tensors = (dout, dlse, out, lse, *operands)
     given = _positions((*tuple(GIVEN)[:4], *Operands._fields), tensors)
-    if given is None or wanted.dbias or wanted.dsinks or problem.kind != "dense":
+    if given is None or wanted.dbias or wanted.dsinks or problem.kind == "paged":
         return None
     if 0 in problem.out_shape or problem.seqlen_k == 0 or not _are_readable(problem, operands):
         return None
@@ -236,25 +239,27 @@ def bind_backward(
     if dlse is not None and (dlse.dtype != torch.float32 or not is_contiguous(dlse)):
         return None
     fields = _fields(problem, operands, out.stride(), lse.stride()) | launch_backward.dim_fields(problem)
-    fields |= launch.stride_fields(f.DOUT, dout.stride(), problem.dtype.itemsize, "dense")
+    kind = launch.query_kind(problem, operands)
+    fields |= launch.stride_fields(f.DOUT, dout.stride(), problem.dtype.itemsize, kind)
     fields[f.KV_GRAD_DTYPE] = DTYPES[problem.dtype]
     made = {}
-    for name, position, heads, rows, dim in (
-        ("dq", f.DQ, problem.num_heads, problem.seqlen_q, problem.head_dim),
-        ("dk", f.DK, problem.num_kv_heads, problem.seqlen_k, problem.head_dim),
-        ("dv", f.DV, problem.num_kv_heads, problem.seqlen_k, problem.head_dim_v),
+    queries, keys = (problem.num_heads, problem.seqlen_q, problem.total_q), (problem.num_kv_heads, problem.seqlen_k)
+    for name, position, rows, dim in (
+        ("dq", f.DQ, queries, problem.head_dim),
+        ("dk", f.DK, (*keys, problem.total_k), problem.head_dim),
+        ("dv", f.DV, (*keys, problem.total_k), problem.head_dim_v),
     ):
         if getattr(wanted, name):
-            allocation, strides = _rows(problem, heads, rows, 0, dim)
+            allocation, strides = _rows(problem, *rows, dim)
             made[name] = position, allocation
-            fields |= launch.stride_fields(position, strides, problem.dtype.itemsize, "dense")
+            fields |= launch.stride_fields(position, strides, problem.dtype.itemsize, kind)
     kernels = functools.partial(launch_backward.kernel, problem, wanted)
-    return Pass(problem, kernels, fields, given, made)
+    return Pass(problem, kernels, fields, given, made, first=len(tensors) - len(operands))
 
 
 def _positions(names: Sequence[str], tensors: Sequence[Any]) -> list[int] | None:
     """Where kernels find the addresses of the tensors that are not None; None if one cannot be addressed."""
-    known = ADDRESSED | GIVEN
+    known = ADDRESSED | GIVEN | SEED
     present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
     return [known[name] for name in present] if known.keys() >= set(present) else None
 

@@ -335,10 +335,18 @@ class _LaidOut(NamedTuple):
 def bound_to(
     prepare: Callable[..., Pass], problem: AttentionProblem, tensors: Sequence[Tensor | None], q: Tensor, *wish: Any
 ) -> Pass:
-    """The cached pass of a problem for tensors with these strides, alignment and device. See the `*_pass` functions."""
+    """The pass of a problem for tensors with these strides, alignment and device. See the `*_pass` functions."""
+    given = problem, devices.of(q.device), q.get_device(), raw_views(tensors), *wish
     # A problem with numbers of a trace is no key.
-    prepare = getattr(prepare, "__wrapped__", prepare) if problem.is_traced else prepare
-    return prepare(problem, devices.of(q.device), q.get_device(), raw_views(tensors), *wish)
+    return prepare(*given) if problem.is_traced else kept(prepare, *given)
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
+def kept(prepare: Callable[..., Pass], *given: Any) -> Pass:
+    """What `prepare` makes. The one cache of passes for exact sizes, for calls that no plan of all sizes serves:
+    without it each of them would prepare its launches anew, which takes ten times as long as launching.
+    """
+    return prepare(*given)
 
 
 def described(
@@ -351,10 +359,9 @@ def described(
     None. The pass is cached.
     """
     assert tensors[0] is not None
-    return _described(describe, names, sizes, raw_views(tensors), tensors[0].device)
+    return kept(_described, describe, names, sizes, raw_views(tensors), tensors[0].device)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def _described(describe: Any, names: tuple[str, ...], sizes: Any, views: RawViews, device: torch.device) -> Pass:
     index = device.index if device.type == "cuda" else -1
     return Pass(describe(sizes, views), names, {}, devices.of(device), index)

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from tilewise import device as devices
 from tilewise.backends.gpu import launching, tile_lists
 from tilewise.backends.gpu.arguments import lengths_of, paging_of, scales_of, single_address, window_of
-from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.launching import BACKWARD_GIVEN, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.records import Paging, Rows, Strides
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile
@@ -162,7 +162,6 @@ def _bound_backward(problem: AttentionProblem, given: tuple[Tensor | None, ...],
     return launching.bound_to(backward_pass, problem, given, q, wanted.dq, wanted.dsinks)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def forward_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
 ) -> Pass:
@@ -174,7 +173,6 @@ def forward_pass(
     return _pass(problem, calls, made | {"work": work}, device, index, want_lse, copied)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def fp8_pass(
     problem: AttentionProblem,
     device: DeviceSpec,
@@ -191,7 +189,6 @@ def fp8_pass(
     return _pass(problem, calls, made | {"work": work}, device, index, want_lse, copied)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def decode_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
 ) -> Pass:
@@ -206,7 +203,6 @@ def decode_pass(
     return _pass(problem, calls, room, device, index, want_lse, copied, problem.batch * problem.num_kv_heads)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def latent_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
 ) -> Pass:
@@ -219,7 +215,6 @@ def latent_pass(
     return _pass(problem, calls, room, device, index, want_lse, copied)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def backward_pass(
     problem: AttentionProblem,
     device: DeviceSpec,

@@ -6,7 +6,6 @@ kernels. Nothing here waits for the device, so calls can be captured in a CUDA g
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from tilewise import device as devices
 from tilewise.backends.gpu import launching, tile_lists
 from tilewise.backends.gpu.arguments import Views, single_address
-from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.launching import BACKWARD_GIVEN, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.records import BiasShape
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
@@ -123,7 +122,6 @@ def _filled(seed: Tensor, where: torch.device) -> Tensor:
     return there
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def forward_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
 ) -> Pass:
@@ -269,7 +267,6 @@ def zero_gradients(problem: AttentionProblem, operands: Operands, wanted: Wanted
     return Gradients(q, k, v, dbias if wanted.dbias else None, dsinks if wanted.dsinks else None)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def backward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
     """The pass, prepared by the first call that needs it."""
     views = named_views(BACKWARD_GIVEN, raw)

@@ -5,7 +5,6 @@ As in launch.py, a pass is prepared once per problem and strides; here also per 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tilewise.backends.gpu import launching
 from tilewise.backends.gpu.arguments import Views, single_address
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.launching import Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.gpu.work_list import list_call, list_size
@@ -102,7 +101,6 @@ def backward_twice(
     return Gradients(dq, dk, dv, dbias=dbias, dsinks=dsinks)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def tangent_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> Pass:
     """The pass, prepared by the first call that needs it."""
     given = (*TANGENT_GIVEN, *PLAIN)
@@ -156,7 +154,6 @@ def tangent_calls(
     return [list_call(problem, launch.WORK, config.block_m, together=walked_together(plan, direction)), call]
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def twice_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
     """The pass, prepared by the first call that needs it."""
     views = named_views(TWICE_GIVEN, raw)

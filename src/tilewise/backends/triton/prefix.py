@@ -25,8 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
+from tilewise.backends.gpu import launching
 from tilewise.backends.gpu.arguments import Views, single_address
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, named_views, raw_views
+from tilewise.backends.gpu.launching import Allocation, Pass, RawViews, named_views, raw_views
 from tilewise.backends.gpu.records import QueryTile, Rows, Source, Stretch
 from tilewise.backends.gpu.symbols import Address, KernelCall, renamed
 from tilewise.backends.triton.arguments import packed_rows, page_box, score_arguments
@@ -262,7 +263,7 @@ def bind_prefixes(
 ) -> PrefixPass:
     """`attend_prefixes` bound to tensors with such strides, in this order."""
     q, views = operands.q, raw_views((*operands, rows, out, lse))
-    found = prefix_pass(problem, num_rows, devices.of(q.device), q.get_device(), views, joined=False)
+    found = launching.kept(prefix_pass, problem, num_rows, devices.of(q.device), q.get_device(), views, False)
     assert isinstance(found, PrefixPass)
     return found
 
@@ -296,9 +297,8 @@ def _after(own: Pass, prefixes: Pass, count: int, unread: Sequence[str]) -> Pass
     return own.followed_by(prefixes, calls, given, made, read)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def prefix_pass(
-    problem: AttentionProblem, num_rows: int, device: DeviceSpec, index: int, raw: RawViews, *, joined: bool
+    problem: AttentionProblem, num_rows: int, device: DeviceSpec, index: int, raw: RawViews, joined: bool
 ) -> Pass:
     """The pass, prepared by the first call that needs it."""
     splits = num_splits(problem, num_rows, device)
@@ -310,7 +310,7 @@ def prefix_pass(
     found = kind(calls, GIVEN, made, device, index, num_counters=counters)
     if isinstance(found, PrefixPass):
         found.problem = problem
-        found.joined = functools.partial(prefix_pass, problem, num_rows, device, index, raw, joined=True)
+        found.joined = functools.partial(launching.kept, prefix_pass, problem, num_rows, device, index, raw, True)
     return found
 
 
