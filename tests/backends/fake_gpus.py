@@ -19,7 +19,12 @@ from torch import Tensor
 from fake_cuda import STREAMS, FakeCuda
 from tilewise import device as devices
 
-CACHES = {"gpu.compilation": ("_compiled",), "gpu.launching": ("kept",), "gpu.counters": ("counters_of",)}
+CACHES = {
+    "gpu.compilation": ("_compiled",),
+    "gpu.counters": ("counters_of",),
+    "gpu.driver": ("_driver_version", "_entry", "_kinds"),
+    "gpu.launching": ("kept",),
+}
 
 
 @contextlib.contextmanager
