@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tilewise import derivatives
 from tilewise.api import attention_paged
+from tilewise.backends.base import QuantisedRows
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import Fp8Tensor
@@ -268,9 +269,9 @@ class PagedKVCache:
         if not self._scales:
             write_rows(k, v, *self._targets(layer), slots)
         else:
-            rows = (torch.cat((v, k), -1),) if self.latent else (k, v)
+            rows = (torch.cat((v, k), -1), None) if self.latent else (k, v)
             with self._rescaling(now, layer):
-                append_quantised(rows, *self._quantised(layer), slots)
+                append_quantised(self._quantised(*rows, layer, slots))
         self._note_written(now, layer)
 
     def append_rotated(
@@ -319,7 +320,7 @@ class PagedKVCache:
                 out=out,
             )
             if new is not None:
-                append_quantised((new[:, 0],), *self._quantised(layer), now.batch.slots)
+                append_quantised(self._quantised(new[:, 0], None, layer, now.batch.slots))
         self._note_written(now, layer)
         return turned
 
@@ -528,9 +529,12 @@ class PagedKVCache:
         values = self.v.shape[-1]
         return latents[..., values:], latents[..., :values]
 
-    def _quantised(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The e4m3 pages of a layer, and their scales."""
-        return self._of_layer(self._stored, layer), self._of_layer(self._scales, layer)
+    def _quantised(self, k: Tensor, v: Tensor | None, layer: int, slots: Tensor) -> QuantisedRows:
+        """Rows for the 8-bit pages of a layer; of latents k alone."""
+        pages, scales = self._of_layer(self._stored, layer), self._of_layer(self._scales, layer)
+        if v is None:
+            return QuantisedRows(k, None, pages[0], None, scales[0], None, slots)
+        return QuantisedRows(k, v, *pages, *scales, slots)
 
     def _of_layer(self, tensors: Sequence[Tensor], layer: int) -> list[Tensor]:
         """A layer of each tensor. Torch makes no view of freed storage; its error names no tensor."""
