@@ -94,7 +94,7 @@ class Case:
         if self.grows:
             assert k_scale is not None
             assert v_scale is not None
-            append_quantised(QuantisedRows(k, v, *self.pages, k_scale, v_scale, self.slots))
+            append_quantised(QuantisedRows(k, v, self.pages[0], self.pages[1], k_scale, v_scale, self.slots))
             return result
         memory = self.pages
         if self.is_e4m3:

@@ -103,7 +103,7 @@ def measure_append(device: str, dtype: torch.dtype) -> Iterator[Row]:
         def quantised(
             new: Tensor = new, codes: Tensor = codes, scales: Tensor = scales, slots: Tensor = ordered
         ) -> None:
-            append_quantised(QuantisedRows(*new, *codes, *scales, slots))
+            append_quantised(QuantisedRows._make([*new, *codes, *scales, slots]))
 
         mine, theirs, fp8 = (seconds(run, device) for run in (kernel, indexed, quantised))
         moved = 2 * new.numel() * new.element_size()

@@ -43,7 +43,7 @@ def check_e4m3(
         for n, (kept, scale) in enumerate(zip(codes, scales, strict=True)):
             write_quantised(rows[n], kept.view(E4M3), scale, where)
         pages = [t.view(E4M3) for t in mine]
-        append(QuantisedRows(*[t.to(device) for t in rows], *pages, *mine_scales, where.to(device)))
+        append(QuantisedRows._make([*[t.to(device) for t in rows], *pages, *mine_scales, where.to(device)]))
         for a, b in zip((*mine, *mine_scales), (*codes, *scales), strict=True):
             assert torch.equal(a.cpu(), b)
     assert scales[0].unique().numel() > 2
@@ -69,7 +69,7 @@ def check_int8(
         scales = list(torch.full((num_pages, page_size, HEADS, 2), 3.0).transpose(1, 2).unbind(-1))
     mine, mine_scales = ([t.to(device) if device != "cpu" else t for t in made] for made in (pages, scales))
     expected = [t.clone() for t in (*pages, *scales)]
-    append(QuantisedRows(*[t.to(device) for t in rows], *mine, *mine_scales, slots.to(device)))
+    append(QuantisedRows._make([*[t.to(device) for t in rows], *mine, *mine_scales, slots.to(device)]))
     for n in range(2):
         codes, scale = encode_rows(rows[n])
         for row, slot in enumerate(slots.tolist()):

@@ -164,7 +164,7 @@ def test_compiled_appends_write_the_same() -> None:
     def append(k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         pages = [torch.zeros(3, 4, HEADS, DIM, dtype=INT8) for _ in range(2)]
         scales = [new_scales(1, 3, HEADS, CPU, 4)[0] for _ in range(2)]
-        append_quantised(QuantisedRows(k, v, *pages, *scales, slots))
+        append_quantised(QuantisedRows._make([k, v, *pages, *scales, slots]))
         return [*pages, *scales]
 
     compiled = torch.compile(append, backend="eager", fullgraph=True)
@@ -261,7 +261,7 @@ def test_a_slot_past_the_pages_is_refused_on_a_cpu(dtype: torch.dtype) -> None:
         if dtype == torch.float32:
             write_rows(rows[0], rows[1], pages[0], pages[1], slots)
         else:
-            append_quantised(QuantisedRows(*rows, *pages, *scales, slots))
+            append_quantised(QuantisedRows._make([*rows, *pages, *scales, slots]))
 
     for _ in range(2):
         with pytest.raises(tw.InvalidProblem, match="slots"):

@@ -342,7 +342,8 @@ class Layer:
         if self.is_int8:
             if slots.dtype != torch.int64:
                 raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
-            append_quantised(QuantisedRows(k, v, *pages.written, *pages.scales, slots))
+            k_scale, v_scale = pages.scales
+            append_quantised(QuantisedRows(k, v, *pages.written, k_scale, v_scale, slots))
             return
         if self.is_e4m3:
             if not count:

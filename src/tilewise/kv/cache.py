@@ -269,9 +269,10 @@ class PagedKVCache:
         if not self._scales:
             write_rows(k, v, *self._targets(layer), slots)
         else:
-            rows = (torch.cat((v, k), -1), None) if self.latent else (k, v)
+            latents = torch.cat((v, k), -1) if self.latent else None
+            rows = self._quantised(k, v, layer, slots) if latents is None else self._latents(latents, layer, slots)
             with self._rescaling(now, layer):
-                append_quantised(self._quantised(*rows, layer, slots))
+                append_quantised(rows)
         self._note_written(now, layer)
 
     def append_rotated(
@@ -320,7 +321,7 @@ class PagedKVCache:
                 out=out,
             )
             if new is not None:
-                append_quantised(self._quantised(new[:, 0], None, layer, now.batch.slots))
+                append_quantised(self._latents(new[:, 0], layer, now.batch.slots))
         self._note_written(now, layer)
         return turned
 
@@ -529,12 +530,14 @@ class PagedKVCache:
         values = self.v.shape[-1]
         return latents[..., values:], latents[..., :values]
 
-    def _quantised(self, k: Tensor, v: Tensor | None, layer: int, slots: Tensor) -> QuantisedRows:
-        """Rows for the 8-bit pages of a layer; of latents k alone."""
-        pages, scales = self._of_layer(self._stored, layer), self._of_layer(self._scales, layer)
-        if v is None:
-            return QuantisedRows(k, None, pages[0], None, scales[0], None, slots)
-        return QuantisedRows(k, v, *pages, *scales, slots)
+    def _quantised(self, k: Tensor, v: Tensor, layer: int, slots: Tensor) -> QuantisedRows:
+        """Rows for the 8-bit pages of a layer."""
+        (k_pages, v_pages), (k_scale, v_scale) = (self._of_layer(t, layer) for t in (self._stored, self._scales))
+        return QuantisedRows(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+
+    def _latents(self, rows: Tensor, layer: int, slots: Tensor) -> QuantisedRows:
+        (pages,), (scale,) = (self._of_layer(t, layer) for t in (self._stored, self._scales))
+        return QuantisedRows(rows, None, pages, None, scale, None, slots)
 
     def _of_layer(self, tensors: Sequence[Tensor], layer: int) -> list[Tensor]:
         """A layer of each tensor. Torch makes no view of freed storage; its error names no tensor."""
