@@ -315,7 +315,7 @@ def _attend(
     if out is not None:
         tensors = (*tensors, *NOTHING[len(tensors) :], out)
     count = len(tensors)
-    if shared_prefix.__class__ is cascade.SharedPrefix:
+    if shared_prefix is not None and shared_prefix.__class__ is cascade.SharedPrefix:
         groups = shared_prefix.groups
         tensors += shared_prefix[1:]
     slot = None

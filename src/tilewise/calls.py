@@ -320,7 +320,7 @@ def slot_of(
             device.override(),
             # The cost rule for shared prefixes depends on the number of threads.
             None if groups is None else torch.get_num_threads(),
-            None if lengths is NO_LENGTHS else tuple([length is None for length in lengths]),
+            None if lengths is NO_LENGTHS else _are_open(*lengths),
             *key,
         )
         last = family.last
@@ -341,6 +341,11 @@ def slot_of(
     # Unhashable flags, tensors without strides or storage, or no tensors at all: validated on every call.
     except (TypeError, RuntimeError, AttributeError):
         return NOTHING
+
+
+def _are_open(q: Any, k: Any, mask_q: Any, mask_k: Any) -> tuple[bool, ...]:
+    """Which lengths have no bound. Written out, because a call with bounds asks every time."""
+    return q is None, k is None, mask_q is None, mask_k is None
 
 
 def _are_plain(groups: Any) -> bool:

@@ -86,15 +86,17 @@ def append(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     monkeypatch.setattr(serving, "MANY_ROWS", 0 if request.param else 2048)
     launching.kept.cache_clear()
 
-    def append(rows: Any, pages: Any, scales: Any, slots: Tensor) -> None:
+    def append(rows: QuantisedRows) -> None:
         # Latents are rows without V.
-        alone, alone_scale = pages[1].clone(), scales[1].clone()
-        whole: Any = (*rows, *pages, *scales, slots)
-        serving.append_quantised(QuantisedRows(*whole))
-        if pages[0].dtype != torch.int8:
-            serving.append_quantised(QuantisedRows(rows[1], None, alone, None, alone_scale, None, slots))
-            assert torch.equal(alone.view(torch.uint8), pages[1].view(torch.uint8))
-            assert torch.equal(alone_scale, scales[1])
+        assert rows.v is not None
+        assert rows.v_pages is not None
+        assert rows.v_scale is not None
+        alone, alone_scale = rows.v_pages.clone(), rows.v_scale.clone()
+        serving.append_quantised(rows)
+        if rows.k_pages.dtype != torch.int8:
+            serving.append_quantised(QuantisedRows(rows.v, None, alone, None, alone_scale, None, rows.slots))
+            assert torch.equal(alone.view(torch.uint8), rows.v_pages.view(torch.uint8))
+            assert torch.equal(alone_scale, rows.v_scale)
 
     return append
 

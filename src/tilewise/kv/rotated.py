@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewise import calls, dispatch, settings
+from tilewise.backends.base import QuantisedRows
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.rounding import encode
@@ -183,7 +184,7 @@ def _append(step: Step, interleaved: bool, norm_eps: float | None, *, on_host: b
     if step.k_scale is None or step.v_scale is None:
         write_rows(k, v.to(step.v_pages.dtype), step.k_pages, step.v_pages, slots)
     elif step.k_scale.dim() >= 2:
-        append_quantised((k, v.float()), (step.k_pages, step.v_pages), (step.k_scale, step.v_scale), slots)
+        append_quantised(QuantisedRows(k, v.float(), step.k_pages, step.v_pages, step.k_scale, step.v_scale, slots))
     else:
         k, v = (encode(x.float(), 1.0 / s.reshape(-1, 1)) for x, s in ((k, step.k_scale), (v, step.v_scale)))
         write_rows(k, v, step.k_pages, step.v_pages, slots)
