@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, 
 from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
 from tilewise.memory import check_allocated, check_there, touch
-from tilewise.native import Filled
 from tilewise.operands import LENGTHS, Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 from tilewise.symbolic import NotTraceableError, Sketch, Trace
+
+if TYPE_CHECKING:
+    from tilewise.native import Filled
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
@@ -405,6 +407,8 @@ def _opened(
     """What `prepare` makes of a problem and operands with numbers in place of sizes. None if it cannot. `names` and
     `tensors` are the operands, in a backward behind those of _SAVED.
     """
+    from tilewise.native import Filled  # not with the package: it imports ctypes
+
     present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
     trace = Trace(present, LENGTHS)
     is_open = [
