@@ -76,15 +76,19 @@ def tensors(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, *
 def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     """A bound pass, and its parts with the tensors of one call."""
     held = bound(given)  # lives as long as its addresses are used
-    found = bound._laid_out  # noqa: SLF001
-    frame = found.plan.frame()
-    parts = {"bound pass": lambda: bound(given), "results": lambda: [bound._allocate(*made) for made in found.made]}  # noqa: SLF001
+    found, stream = bound._laid_out, torch.cuda.current_stream().cuda_stream  # noqa: SLF001
+    counters = [] if bound._counters is None else [bound._counters.current(bound.num_counters, stream)]  # noqa: SLF001
+    frame, used = found.plan.frame(), [*[t for t in given if t is not None], *held, *counters]
+    found.put(frame.words, found.first, stream, False, *[tensor.data_ptr() for tensor in used])
 
     def launches() -> Any:
         found.plan.start(*frame.starting)
-        return held
+        return used
 
-    return parts | {"launches": launches}
+    def results() -> Any:
+        return [bound._allocate(*made) for made in found.made]  # noqa: SLF001
+
+    return {"bound pass": lambda: bound(given), "results": results, "launches": launches}
 
 
 def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Layers:
