@@ -193,7 +193,7 @@ class Plan:
         trace, and plain; `lengths` may hold others than the trace's.
         """
         frame = self.frame()
-        given = [tensor._cdata for tensor in tensors]  # noqa: SLF001  (the object in C++)
+        given: list[Any] = [tensor._cdata for tensor in tensors]  # noqa: SLF001  (the object in C++)
         if self._lengths:
             given += [lengths[i] for i in self._lengths]
         try:

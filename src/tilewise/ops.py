@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, 
 from tilewise.derivatives import DIFFERENTIABLE, INDICES, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
 from tilewise.memory import check_allocated, check_there, touch
-from tilewise.native import Filled
 from tilewise.operands import LENGTHS, Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
 from tilewise.symbolic import NotTraceableError, Sketch, Trace
+
+if TYPE_CHECKING:
+    from tilewise.native import Filled
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
@@ -441,6 +443,8 @@ class _NoPass:
 
     def open(self, trace: Trace) -> Callable[..., Any]:
         """See tilewise.backends.base.Bound."""
+        from tilewise.native import Filled
+
         return Filled(trace, ())
 
 
@@ -482,7 +486,8 @@ def _opened(
     """What `prepare` makes of a problem and operands with numbers in place of sizes. None if it cannot. `names` and
     `tensors` are the operands, in a backward behind those of _SAVED.
     """
-    present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+    from tilewise.native import Filled  # not with the package: it imports ctypes
+
     present = [_traced(name, t) for name, t in zip(names, tensors, strict=True) if t is not None]
     trace = Trace(present, LENGTHS)
     is_open = _open_sizes(kind, flags, names, tensors)

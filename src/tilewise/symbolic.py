@@ -316,7 +316,7 @@ def at_run_time(function: Function) -> Function:
     return called  # type: ignore[return-value]
 
 
-def _extreme(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
+def _extreme(name: str, of: Callable[..., Any]) -> Callable[..., int]:
     def chosen(first: Any, *others: Any) -> Any:
         for other in others:
             if first.__class__ is Number or other.__class__ is Number:

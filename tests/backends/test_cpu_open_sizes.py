@@ -483,6 +483,31 @@ def test_empty_tensors_after_others(empty: str) -> None:
         assert all(not g.any() and g.shape == t.shape for g, t in zip(gradients, (q, k, v), strict=True))
 
 
+def test_strides_of_one_row_may_be_of_any_size() -> None:
+    """No kernel takes a step there; a plan whose numbers take more than 64 bits does not apply."""
+    plain = of_length(1)
+    expected = tw.attention(*plain)
+    tw.attention(*of_length(30))
+    for exponent in (40, 56, 57, 58, 59, 60):
+        q, k, v = (t.as_strided(t.shape, (2**exponent, 32, 2**exponent, 1)) for t in plain)
+        for _ in range(3):
+            assert torch.equal(tw.attention(q, k, v), expected)
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_empty_latents_after_others(empty: str) -> None:
+    """V is a view of K's first columns: the addresses of both are 0 where there are none."""
+    for keys in (300, 301):
+        k = torch.randn(2, 1, keys, 48)
+        tw.attention(torch.randn(2, 4, 1, 48), k, k[..., :32])
+    batch, queries, keys = {"batch": (0, 1, 300), "queries": (2, 0, 300), "keys": (2, 1, 0)}[empty]
+    q, k = torch.randn(batch, 4, queries, 48), torch.randn(batch, 1, keys, 48)
+    for _ in range(3):
+        out = tw.attention(q, k, k[..., :32])
+        assert out.shape == (batch, 4, queries, 32)
+        assert not out.any()
+
+
 def test_shapes_that_do_not_fit_are_refused_by_open_plans_too() -> None:
     tw.attention(*of_length(20))
     q, k, v = of_length(30)

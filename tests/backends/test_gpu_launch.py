@@ -12,7 +12,7 @@ import importlib
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -164,7 +164,7 @@ def test_plans_that_serve_other_lengths_lay_out_the_same_bytes(
         served = 0
         for length in lengths:
             given = given_of(length)[first:]
-            sized = opened.measure([t for t in given if t is not None], [None] * len(BOUNDS))
+            sized = opened.measure([t for t in given if t is not None], (None,) * len(BOUNDS))
             if sized is None:
                 continue
             operands = operands_of(length, dim=128, heads=4)
@@ -172,7 +172,7 @@ def test_plans_that_serve_other_lengths_lay_out_the_same_bytes(
             found = seen.of(opened.bound, given, sized)
             assert found == seen.of(exact, given)
             assert len(found) == len(exact.calls) > 0
-            opened.bound._laid_out.plan.release(sized)  # the next length gets the same words
+            cast("Any", opened.bound)._laid_out.plan.release(sized)  # the next length gets the same words
             served += 1
         assert served > 2
 
@@ -380,6 +380,31 @@ def test_threads_share_a_plan_for_all_lengths(which: Any, h200: FakeCuda, monkey
     with ThreadPoolExecutor(4) as pool:
         for _ in pool.map(attend, [n for _ in range(20) for n in tensors]):
             pass
+    calls.forget()
+
+
+@pytest.mark.parametrize("which", [HOPPER, TRITON], ids=lambda backend: backend.name)
+def test_calls_of_odd_sizes_after_others(which: Any, h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row with a stride that takes all bits, and empty latents, once there are plans."""
+    monkeypatch.setattr(type(which), "unavailable", lambda _: None)
+    calls.forget()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> None:
+        for _ in range(3):
+            out = tilewise.attention(q, k, v, backend=which.name)
+            assert out.shape == (*q.shape[:-1], v.shape[-1])
+
+    for n in (300, 301):
+        k = torch.zeros(2, 1, n, 576, dtype=BF16)
+        attend(*operands_of(n, dim=128)[:3])
+        attend(torch.zeros(2, 16, 1, 576, dtype=BF16), k, k[..., :512])
+    for exponent in (40, 56, 58, 59):
+        k = torch.zeros(1, 2, 300, 128, dtype=BF16).as_strided((1, 2, 300, 128), (2**exponent, 300 * 128, 128, 1))
+        q = torch.zeros(1, 2, 1, 128, dtype=BF16).as_strided((1, 2, 1, 128), (2**exponent, 128, 2**exponent, 1))
+        attend(q, k, k)
+    for batch, queries, keys in ((0, 1, 300), (2, 0, 300), (2, 1, 0)) if which is TRITON else ():
+        k = torch.zeros(batch, 1, keys, 576, dtype=BF16)
+        attend(torch.zeros(batch, 16, queries, 576, dtype=BF16), k, k[..., :512])
     calls.forget()
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,8 +27,6 @@ from tilewise.totals import lengths_of
 
 # (shape, strides, dtype) of a tensor that a pass makes.
 Allocation = tuple[Strides, Strides, torch.dtype]
-# Numbers closer together than this in the parameter block are put there together.
-APART = 3
 # Where kernels find the addresses of what a pass is given besides operands.
 GIVEN = {"dout": f.DOUT, "dlse": f.DLSE, "out": f.OUT, "lse": f.LSE, "max_logits": f.LARGEST}
 # They find the seed itself there.
@@ -52,14 +48,14 @@ class Runs(Protocol):
 class Sized(NamedTuple):
     """What a pass needs besides addresses, for certain sizes.
 
-    `made` are the tensors that it makes, `unread` the bytes of an lse that nobody reads, `numbers` what it puts into
-    parameter blocks (first position, end, numbers). `places` are the addresses of a call's tensors, if they are known.
+    `made` are the tensors that it makes, `unread` the bytes of an lse that nobody reads, `numbers` those that a trace
+    has in the parameter block. `places` are the addresses of a call's tensors, if they are known.
     """
 
-    made: tuple[Allocation, ...]
+    made: Sequence[Allocation]
     unread: int
     bounds: Bounds
-    numbers: tuple[tuple[int, int, Values], ...] = ()
+    numbers: tuple[int, ...] = ()
     places: tuple[int, ...] | None = None
 
 
@@ -73,7 +69,7 @@ class Pass:
 
     __slots__ = (
         "_allocations", "_bounds", "_fields", "_fill", "_first", "_has_dropout", "_is_dense", "_kernels", "_largest",
-        "_last", "_sized", "_unread", "made",
+        "_last", "_sized", "_traced", "_unread", "made",
     )  # fmt: skip
 
     def __init__(
@@ -89,9 +85,11 @@ class Pass:
         self._first, self._is_dense, self._has_dropout = first, problem.kind == "dense", problem.dropout > 0.0
         self._fields, self._bounds, self._unread = fields, bounds_of(problem), unread
         self._kernels = kernels(f.new_block({at: value for at, value in fields.items() if not is_traced(value)}))
+        # Where numbers of a trace are.
+        self._traced = [at for at, value in fields.items() if is_traced(value)]
         # Packed gradients of K and V have totals of their own.
         totals = [f.CU_GRADS_K] if first and not self._is_dense else []
-        self._fill = _filler((*given, *[position for position, _ in made.values()], *totals))
+        self._fill = _filler((*given, *[position for position, _ in made.values()], *self._traced, *totals))
         self._allocations = tuple([allocation for _, allocation in made.values()])
         # The dimensions of lse besides the heads, if the largest score of each head is wanted.
         self._largest: Any = None if LARGEST not in made else (0, 2) if problem.kind == "dense" else 1
@@ -103,30 +101,24 @@ class Pass:
 
     def open(self, trace: Trace) -> Callable[..., Sized | None]:
         """See tilewise.backends.base.Bound."""
-        groups: list[list[int]] = []
-        for position in sorted([at for at, value in self._fields.items() if is_traced(value)]):
-            if not groups or position - groups[-1][-1] > APART:
-                groups.append([])
-            groups[-1].append(position)
-        slices = [(group[0], group[-1] + 1) for group in groups]
-        numbers = [self._fields.get(at, 0) for first, end in slices for at in range(first, end)]
-        sizes = [number for shape, strides, _ in self._allocations for number in (*shape, *strides)]
-        plan = Plan(trace, (*self._bounds, self._unread, *sizes, *numbers)).finish()
-        ranks, dtypes = [len(shape) for shape, _, _ in self._allocations], [dtype for _, _, dtype in self._allocations]
+        places = [numbers[-1] for numbers in trace.tensors.values()]
+        outputs: list[Any] = [*self._bounds, self._unread, *places, *[self._fields[at] for at in self._traced]]
+        first, middle, made = 4, 4 + len(places), list[tuple[slice, slice, torch.dtype]]()
+        end = len(outputs)
+        for shape, strides, dtype in self._allocations:
+            begin, rank = len(outputs), len(shape)
+            made.append((slice(begin, begin + rank), slice(begin + rank, begin + 2 * rank), dtype))
+            outputs += (*shape, *strides)
+        plan = Plan(trace, outputs).finish()
 
         def measure(tensors: Sequence[Tensor], lengths: Sequence[int | None]) -> Sized | None:
             frame = plan.measure(tensors, lengths)
             if frame is None:
                 return None
-            found, places = iter(plan.read(frame)), tuple(plan.places(frame))
+            found = plan.read(frame)
             plan.release(frame)
-            batch, seqlen_q, seqlen_k, unread = (next(found) for _ in range(4))
-            made = [
-                (tuple(islice(found, rank)), tuple(islice(found, rank)), dtype)
-                for rank, dtype in zip(ranks, dtypes, strict=True)
-            ]
-            values = [(first, end, array("q", islice(found, end - first))) for first, end in slices]
-            return Sized(tuple(made), unread, (batch, seqlen_q, seqlen_k), tuple(values), places)
+            allocations = [(found[shape], found[strides], dtype) for shape, strides, dtype in made]
+            return Sized(allocations, found[3], found[:3], found[middle:end], found[first:middle])
 
         return measure
 
@@ -138,7 +130,7 @@ class Pass:
             sized = self._sized
             if sized is None:
                 return None
-        allocations, unread, bounds, slices, known = sized
+        allocations, unread, bounds, numbers, known = sized
         places = places or known
         made = [launch.allocate(shape, strides, dtype) for shape, strides, dtype in allocations]
         available, lengths = threads.num_threads(), None if self._is_dense else self._lengths(tensors, bounds, made)
@@ -148,18 +140,15 @@ class Pass:
             self._last = key, runs
         if places is None or self._largest is not None:  # those of a trace have no memory for max_logits
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-        addresses = (*places, *[tensor.data_ptr() for tensor in made])
+        numbers = (*places, *[tensor.data_ptr() for tensor in made], *numbers)
         if self._first and lengths is not None:
             totals = launch_backward.totals_of(lengths[1])
-            addresses = (*addresses, totals.buffer_info()[0])
+            numbers = (*numbers, totals.buffer_info()[0])
         if self._largest is not None:
             made[-1].fill_(-torch.inf)  # rows of no sequence are not written
         for run in runs:
             values = run.values[:]
-            for first, end, numbers in slices:
-                values[first:end] = numbers
-            values[f.SEQLEN_Q] = run.values[f.SEQLEN_Q]
-            self._fill(values, addresses)
+            self._fill(values, numbers)
             if self._has_dropout:
                 launch.put(values, launch.seed_fields(tensors[self._first + SEED_AT]))
             run.start(values, unread)

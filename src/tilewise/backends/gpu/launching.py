@@ -242,7 +242,7 @@ class Pass:
 
     def _lay_out(self, trace: Trace | None, read: Sequence[str]) -> _LaidOut:
         """The plan of a pass whose calls read the addresses of these tensors; those of others the trace has."""
-        made, outputs = list(self.described[0]), list[Any]()
+        made, outputs = list[Any](self.described[0]), list[Any]()
         for at, (shape, strides, dtype) in enumerate(made if trace is not None else ()):
             begin, middle, end = len(outputs), len(outputs) + len(shape), len(outputs) + 2 * len(shape)
             made[at] = slice(begin, middle), slice(middle, end), dtype
