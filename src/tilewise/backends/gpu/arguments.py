@@ -46,8 +46,8 @@ def scales_of(problem: AttentionProblem, views: Views) -> Scales:
     found: list[Rows | None] = []
     for name, block in zip(("q_scale", "k_scale", "v_scale"), problem.scale_blocks, strict=True):
         address = single_address(views, name)
-        strides = (0, 0, 0) if address is None else views[name].strides
-        found.append(None if address is None else Rows(address, *strides[:2], strides[2] if block else 0))
+        batch, head, step = (0, 0, 0) if address is None else views[name].strides
+        found.append(None if address is None else Rows(address, batch, head, step if block else 0))
     return Scales(*found)
 
 
