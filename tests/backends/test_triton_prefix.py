@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import watched
 from sampling import sampled
 from tilewise import device as devices
 from tilewise import fp8
@@ -109,6 +110,21 @@ def flags_of(case: Shared) -> Flags:
 @only_interpreted
 @pytest.mark.parametrize("case", sampled(CASES, ("pages_of_3", "fp32", "no_own_keys", "e4m3", "int8")))
 def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Shared) -> None:
+    completes(case)
+
+
+@only_interpreted
+def test_interpreted_prefixes_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper: whole tiles of pages come by tensor maps."""
+    monkeypatch.setattr(devices.DeviceSpec, "has_tma", True)
+    made = watched(monkeypatch, prefix, "_boxes")
+    completes(CASES["pages_of_64"])
+    assert made
+    assert all(None not in call.result.values() for call in made)
+
+
+def completes(case: Shared) -> None:
+    """Prefixes that are attended after a row's own keys give what fp64 gives for both."""
     batch = Batch(case)
     k: Any = batch.k
     v: Any = batch.v

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tilewise.backends.gpu.launching import View
+import torch
+
+from tilewise.backends.gpu.launching import Allocation, View
 from tilewise.backends.gpu.records import Lengths, Paging, Rows, Scales, Window
 from tilewise.backends.gpu.symbols import Address
 from tilewise.problem import AttentionProblem
@@ -12,6 +14,15 @@ from tilewise.problem import AttentionProblem
 Views = Mapping[str, View]
 # An edge of a window that hides nothing: more keys than a sequence has.
 NO_EDGE = 1 << 30
+
+
+def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
+    """The results of the forward: out and lse."""
+    rows = (problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
+    return {
+        "out": Allocation.rows(problem, *rows, problem.dtype),
+        "lse": Allocation.contiguous(problem.lse_shape, torch.float32),
+    }
 
 
 def single_address(views: Views, name: str) -> Address | None:
@@ -35,8 +46,8 @@ def scales_of(problem: AttentionProblem, views: Views) -> Scales:
     found: list[Rows | None] = []
     for name, block in zip(("q_scale", "k_scale", "v_scale"), problem.scale_blocks, strict=True):
         address = single_address(views, name)
-        strides = (0, 0, 0) if address is None else views[name].strides
-        found.append(None if address is None else Rows(address, *strides[:2], strides[2] if block else 0))
+        batch, head, step = (0, 0, 0) if address is None else views[name].strides
+        found.append(None if address is None else Rows(address, batch, head, step if block else 0))
     return Scales(*found)
 
 

@@ -1,4 +1,4 @@
-"""Records of both GPU backends: what the host fills, kernels take and their functions pass on, by name.
+"""Records of both GPU backends: what the host fills and kernels take, by name, then what kernels make and pass on.
 
 Each is a NamedTuple, which Triton and Gluon take as an argument and make in device code, as the interpreter and the
 emulator of the tests do. A part that a problem does not have is None. Triton 3.6 returns no None from a function of the
@@ -10,50 +10,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
-class Place(NamedTuple):
-    """Coordinates of token 0 of a (sequence, head) in a tensor map; `end` counts for packed rows alone (see
-    triton.primitives).
-    """
-
-    batch: Any
-    end: Any
-    head: Any
-    row: Any
-    column: Any
-
-
-class Source(NamedTuple):
-    """Where tiles of K or V, or of their tangents, come from.
-
-    `base` points to token 0 of the (sequence, head), or to slot 0 of page 0 of the head, whose pages `table` names.
-    `box` is a tensor map, in which `place` is where token 0 lies. `scales` are those of 8-bit rows.
-    """
-
-    rows: Any
-    base: Any
-    table: Any
-    box: Any
-    place: Any
-    scales: Any
-
-
-class Span(NamedTuple):
-    """The rows of a sequence: its number, its first row in a packed tensor, and how many it has."""
-
-    sequence: Any
-    start: Any
-    length: Any
-
-
-class Extent(NamedTuple):
-    """Where a sequence has its queries and its keys."""
-
-    q_start: Any
-    seqlen_q: Any
-    k_start: Any
-    seqlen_k: Any
-
-
 class Rows(NamedTuple):
     """A tensor of token rows, or of scales: pointer and strides of (sequence or page, head, token or block)."""
 
@@ -61,6 +17,31 @@ class Rows(NamedTuple):
     stride_batch: Any
     stride_head: Any
     stride_row: Any
+
+
+class Grid(NamedTuple):
+    """A (batch, head, query, key) tensor: pointer and strides, 0 where it is broadcast."""
+
+    ptr: Any
+    stride_batch: Any
+    stride_head: Any
+    stride_row: Any
+    stride_col: Any
+
+
+class Strides(NamedTuple):
+    """The strides of token rows, in a unit that the kernel knows."""
+
+    batch: Any
+    head: Any
+    row: Any
+
+
+class Parts(NamedTuple):
+    """The first columns of wide rows, and the rest: tensor maps, tiles or their memory."""
+
+    first: Any
+    rest: Any
 
 
 class Lengths(NamedTuple):
@@ -97,24 +78,6 @@ class Window(NamedTuple):
     right: Any
 
 
-class Strides(NamedTuple):
-    """The strides of token rows, in a unit that the kernel knows."""
-
-    batch: Any
-    head: Any
-    row: Any
-
-
-class Grid(NamedTuple):
-    """A (batch, head, query, key) tensor: pointer and strides, 0 where it is broadcast."""
-
-    ptr: Any
-    stride_batch: Any
-    stride_head: Any
-    stride_row: Any
-    stride_col: Any
-
-
 class Terms(NamedTuple):
     """What changes scores and probabilities: bias and mask as Grids, the slopes of ALiBi as Rows, the seed of dropout
     as a pointer.
@@ -126,27 +89,66 @@ class Terms(NamedTuple):
     seed: Any
 
 
-class DropoutOrigin(NamedTuple):
-    """The seed of dropout, and what is added to the sequence, head, row and draw that its random numbers are for."""
+class BiasShape(NamedTuple):
+    """The shape of a bias, with 1 where it is broadcast."""
 
-    seed: Any
     batch: Any
-    head: Any
-    row: Any
-    draw: Any
+    heads: Any
+    rows: Any
+    cols: Any
 
 
-class RowTerms(NamedTuple):
-    """The Terms of some rows of scores: slopes, pointers to key 0 of the rows of bias and mask, with the strides of
-    keys, and the seed or its DropoutOrigin. 0 where unused.
+class Span(NamedTuple):
+    """The rows of a sequence: its number, its first row in a packed tensor, and how many it has."""
+
+    sequence: Any
+    start: Any
+    length: Any
+
+
+class Extent(NamedTuple):
+    """Where a sequence has its queries and its keys."""
+
+    q_start: Any
+    seqlen_q: Any
+    k_start: Any
+    seqlen_k: Any
+
+
+class Place(NamedTuple):
+    """Coordinates of token 0 of a (sequence, head) in a tensor map; `end` counts for packed rows alone (see
+    triton.primitives).
     """
 
-    slope: Any
-    bias_rows: Any
-    bias_stride: Any
-    mask_rows: Any
-    mask_stride: Any
-    seed: Any
+    batch: Any
+    end: Any
+    head: Any
+    row: Any
+    column: Any
+
+
+class Source(NamedTuple):
+    """Where tiles of K or V, or of their tangents, come from.
+
+    `base` points to token 0 of the (sequence, head), or to slot 0 of page 0 of the head, whose pages `table` names.
+    `box` is a tensor map, in which `place` is where token 0 lies. `scales` are those of 8-bit rows.
+    """
+
+    rows: Any
+    base: Any
+    table: Any
+    box: Any
+    place: Any
+    scales: Any
+
+
+class Sources(NamedTuple):
+    """The Sources of keys and values, and of their tangents."""
+
+    k: Any
+    v: Any
+    dot_k: Any
+    dot_v: Any
 
 
 class QueryTile(NamedTuple):
@@ -178,35 +180,27 @@ class Stretch(NamedTuple):
     end: Any
 
 
-class Sources(NamedTuple):
-    """The Sources of keys and values, and of their tangents."""
-
-    k: Any
-    v: Any
-    dot_k: Any
-    dot_v: Any
-
-
-class Statistics(NamedTuple):
-    """The numbers of rows that a backward needs: `mean` is lse', `rate` is dout . out' (see triton.twice)."""
-
-    lse: Any
-    delta: Any
-    mean: Any
-    rate: Any
-
-
-class TangentState(NamedTuple):
-    """What a loop over keys carries for a tile of queries: the sums of P v and of P ((S' - mean) v + v'), row_max,
-    row_sum, the sum of P S', and mean.
+class RowTerms(NamedTuple):
+    """The Terms of some rows of scores: slopes, pointers to key 0 of the rows of bias and mask, with the strides of
+    keys, and the seed or its DropoutOrigin. 0 where unused.
     """
 
-    acc: Any
-    dot_acc: Any
-    row_max: Any
-    row_sum: Any
-    dot_sum: Any
-    mean: Any
+    slope: Any
+    bias_rows: Any
+    bias_stride: Any
+    mask_rows: Any
+    mask_stride: Any
+    seed: Any
+
+
+class DropoutOrigin(NamedTuple):
+    """The seed of dropout, and what is added to the sequence, head, row and draw that its random numbers are for."""
+
+    seed: Any
+    batch: Any
+    head: Any
+    row: Any
+    draw: Any
 
 
 class Columns(NamedTuple):
@@ -231,13 +225,26 @@ class KeyScales(NamedTuple):
     tops: Any
 
 
-class BiasShape(NamedTuple):
-    """The shape of a bias, with 1 where it is broadcast."""
+class Statistics(NamedTuple):
+    """The numbers of rows that a backward needs: `mean` is lse', `rate` is dout . out' (see triton.twice)."""
 
-    batch: Any
-    heads: Any
-    rows: Any
-    cols: Any
+    lse: Any
+    delta: Any
+    mean: Any
+    rate: Any
+
+
+class TangentState(NamedTuple):
+    """What a loop over keys carries for a tile of queries: the sums of P v and of P ((S' - mean) v + v'), row_max,
+    row_sum, the sum of P S', and mean.
+    """
+
+    acc: Any
+    dot_acc: Any
+    row_max: Any
+    row_sum: Any
+    dot_sum: Any
+    mean: Any
 
 
 class BiasTile(NamedTuple):
@@ -258,10 +265,3 @@ class Repetitions(NamedTuple):
     heads: Any
     first: Any
     end: Any
-
-
-class Parts(NamedTuple):
-    """The first columns of wide rows, and the rest: tensor maps, tiles or their memory."""
-
-    first: Any
-    rest: Any

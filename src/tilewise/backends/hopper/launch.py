@@ -17,7 +17,14 @@ from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
 from tilewise.backends.gpu import launching, tile_lists
-from tilewise.backends.gpu.arguments import lengths_of, paging_of, scales_of, single_address, window_of
+from tilewise.backends.gpu.arguments import (
+    lengths_of,
+    paging_of,
+    result_allocations,
+    scales_of,
+    single_address,
+    window_of,
+)
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.records import Paging, Rows, Strides
@@ -313,14 +320,6 @@ def calls_of(problem: AttentionProblem, device: DeviceSpec, config: BackwardConf
 def work_allocation(problem: AttentionProblem, config: ForwardConfig | Fp8Config, itemsize: int) -> Allocation | None:
     """The workspace for the list of packed blocks; None for dense problems."""
     return list_allocation(sizes_of(problem, config, itemsize).num_blocks) if config.IS_VARLEN else None
-
-
-def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
-    """The tensors that the forward allocates: out and lse."""
-    out = Allocation.rows(
-        problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v, problem.dtype
-    )
-    return {"out": out, "lse": Allocation.contiguous(problem.lse_shape, torch.float32)}
 
 
 def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:

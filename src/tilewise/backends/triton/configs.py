@@ -82,7 +82,9 @@ SHARING = 64
 # Padded head_dim (the larger of q's and v's) -> tile.
 Table = dict[int, Config]
 
-# Chosen on an H200 in bf16 as the fastest of the tiles tried, by the kernel's time alone.
+# Chosen on an H200 in bf16 as the fastest of the tiles tried, by the kernel's time alone. For dkdv and dq up to 256
+# columns, and for the forward at 64 and 256, these are times of tensor maps of whole tiles; those of boxes were not
+# measured.
 _DV_512 = Config(32, 64, 8, 2, boxes=True, joined=True, split=True)
 _HOPPER: dict[Pass, Table] = {
     "forward": {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu import launching, tile_lists
-from tilewise.backends.gpu.arguments import Views, single_address
+from tilewise.backends.gpu.arguments import Views, result_allocations, single_address
 from tilewise.backends.gpu.launching import BACKWARD_GIVEN, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.records import BiasShape
@@ -141,15 +141,6 @@ def forward_pass(
 def _copied_sinks(views: Views) -> dict[str, torch.dtype]:
     """Kernels read sinks as adjacent elements."""
     return {"sinks": views["sinks"].dtype} if "sinks" in views and views["sinks"].strides != (1,) else {}
-
-
-def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
-    """The results of the forward: out and lse."""
-    rows = (problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
-    return {
-        "out": Allocation.rows(problem, *rows, problem.dtype),
-        "lse": Allocation.contiguous(problem.lse_shape, torch.float32),
-    }
 
 
 def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:

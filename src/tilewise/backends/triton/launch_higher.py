@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from tilewise.backends.gpu import launching
-from tilewise.backends.gpu.arguments import Views, single_address
+from tilewise.backends.gpu.arguments import Views, result_allocations, single_address
 from tilewise.backends.gpu.launching import Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import KernelCall
@@ -122,7 +122,7 @@ def copied(views: Views) -> dict[str, torch.dtype]:
 
 def tangent_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
     """The results, and their tangents in the same form."""
-    plain = launch.result_allocations(problem)
+    plain = result_allocations(problem)
     return plain | {f"dot_{name}": allocation for name, allocation in plain.items()}
 
 
