@@ -334,7 +334,8 @@ def test_calls_that_have_no_key_of_their_own_have_plans(how: str, monkeypatch: p
             expected = tw.attention(q, k, v, dropout=0.5, seed=torch.tensor([rows]))
             assert not torch.equal(made, tw.attention(q, k, v, dropout=0.5, seed=rows + 1))
         else:
-            made = tw.attention(q, k, v, window=[3, 4])  # type: ignore[arg-type]
+            sides: Any = [3, 4]
+            made = tw.attention(q, k, v, window=sides)
             expected = tw.attention(q, k, v, window=(3, 4))
         assert torch.equal(made, expected)
 
@@ -350,9 +351,9 @@ def test_calls_that_have_no_key_of_their_own_have_plans(how: str, monkeypatch: p
 def test_ops_read_lengths_on_a_cpu_every_time() -> None:
     q, k, v = (randn(9, 2, 8, grad=False, seed=i) for i in range(3))
     for totals in ([0, 4, 9], [0, 5, 9], [0, 5, 9], [0, 9, 9]):
-        operands = Operands(q, k, v, int32(*totals), int32(*totals))
-        out, _ = derivatives.call_op("varlen", operands, Flags())
-        assert torch.equal(out, tw.attention_varlen(*operands[:5]))
+        cu = int32(*totals)
+        out, _ = derivatives.call_op("varlen", Operands(q, k, v, cu, cu), Flags())
+        assert torch.equal(out, tw.attention_varlen(q, k, v, cu, cu))
     for totals in ([0, 4, 10], [0, 5, 4], [1, 4, 9]):
         with pytest.raises(tw.InvalidProblem, match="cu_seqlens_q"):
             derivatives.call_op("varlen", Operands(q, k, v, int32(*totals), int32(*totals)), Flags())

@@ -38,7 +38,7 @@ _SAVED = ("dout", "dlse", "out", "lse")
 _GIVEN = (*_SAVED, *Operands._fields)
 # Indices of the flags without bounds on lengths.
 _MEANING = tuple([i for i, name in enumerate(Flags._fields) if name not in LENGTHS])
-# Whether autograd is above an operator's kernel differs with who calls it, and is part of signatures.
+# Signatures would tell apart who calls an operator, autograd or compiled code: by this key, which kernels are below.
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # noqa: SLF001
 
 Args = Sequence[Any]

@@ -419,7 +419,8 @@ def test_plans_that_cannot_be_made_are_not_tried_for_ever(name: str, monkeypatch
     monkeypatch.setattr(Trace, "__init__", count)
     for n in range(20, 40):
         q, k, v = (torch.randn(n, 2, 32) for _ in range(3))
-        cu, flags = torch.tensor([0, 5, n], dtype=torch.int32), {}
+        cu = torch.tensor([0, 5, n], dtype=torch.int32)
+        flags: dict[str, Any] = {}
         if name == "columns":
             q = q.transpose(1, 2).contiguous().transpose(1, 2)
         else:

@@ -162,7 +162,7 @@ def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem
 
 
 def traced_problem(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
-    """The problem of operands without memory, for calls that read no contents."""
+    """The problem of operands without memory. Contents are checked elsewhere."""
     problem = describe(kind, operands, flags)
     if operands.out is not None:
         check_traced_result(operands)
