@@ -78,7 +78,7 @@ def pages(lengths: range, heads: int, kv_heads: int, dim: int) -> Cases:
     q, stored = torch.randn(2, heads, dim), torch.randn(2, 64, 16, kv_heads, dim)
     for n in lengths:
         table, keys = torch.arange(2 * -(-n // 16), dtype=torch.int32).view(2, -1), torch.full((2,), n).int()
-        yield lambda t=table, n=keys: tw.attention_paged(q, *stored, t, n), None  # type: ignore[misc]
+        yield lambda t=table, n=keys: tw.attention_paged(q, *stored, t, n), None  # type: ignore[misc, call-overload]
 
 
 def operator(lengths: range, heads: int, dim: int) -> Cases:

@@ -28,8 +28,7 @@ from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.backends.triton.configs import SHORT_KEYS
 from tilewise.canonical import canonical
-from tilewise.operands import LENGTHS as BOUNDS
-from tilewise.operands import Flags, Operands, Wanted
+from tilewise.operands import NO_LENGTHS, Flags, Operands, Wanted
 from tilewise.problem import AttentionProblem
 from tilewise.tile_masks import tile_mask
 from tilewise.tiles import bits_by_queries, lists_of
@@ -164,7 +163,7 @@ def test_plans_that_serve_other_lengths_lay_out_the_same_bytes(
         served = 0
         for length in lengths:
             given = given_of(length)[first:]
-            sized = opened.measure([t for t in given if t is not None], (None,) * len(BOUNDS))
+            sized = opened.measure([t for t in given if t is not None], NO_LENGTHS)
             if sized is None:
                 continue
             operands = operands_of(length, dim=128, heads=4)

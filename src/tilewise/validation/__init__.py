@@ -203,7 +203,7 @@ class _Seen(NamedTuple):
     lengths: list[list[int] | None]
     columns: int
     table: bytes
-    bounds: tuple[int | None, ...]
+    bounds: Lengths
 
 
 class Contents:
@@ -216,7 +216,7 @@ class Contents:
     def __init__(self) -> None:
         self._last: _Seen | None = None
 
-    def bounds(self, tensors: Sequence[Any], given: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
+    def bounds(self, tensors: Sequence[Any], given: Lengths) -> Lengths | None:
         """The bounds on lengths, with the longest lengths where the caller left them open. None if the contents are
         not valid: the general path says why.
         """

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
-from tilewise.operands import Operands
+from tilewise.operands import Lengths, Operands
 from tilewise.totals import checked_longest
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def longest_sequences(operands: Operands, lengths: Sequence[int | None]) -> tuple[int | None, ...]:
+def longest_sequences(operands: Operands, lengths: Lengths) -> Lengths:
     """The bounds on lengths (in the order of `operands.LENGTHS`), with the longest lengths where the caller left them
     open. Checks running totals, and the bounds that were given.
     """
@@ -27,13 +27,13 @@ def longest_sequences(operands: Operands, lengths: Sequence[int | None]) -> tupl
 
 
 def longest_within(
-    totals: Sequence[Sequence[int] | None], rows: tuple[int, int], lengths: Sequence[int | None]
-) -> tuple[int | None, ...]:
+    totals: Sequence[Sequence[int] | None], rows: tuple[int, int], lengths: Lengths
+) -> Lengths:
     """`longest_sequences`, given the running totals and the rows that they may count."""
     (of_q, of_k), (given_q, given_k, *others) = totals, lengths
     longest_q = given_q if of_q is None else checked_longest("max_seqlen_q", "cu_seqlens_q", of_q, rows[0], given_q)
     longest_k = given_k if of_k is None else checked_longest("max_seqlen_k", "cu_seqlens_k", of_k, rows[1], given_k)
-    return longest_q, longest_k, *others
+    return Lengths(longest_q, longest_k, *others)
 
 
 def check_values(operands: Operands) -> None:
