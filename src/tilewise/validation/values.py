@@ -26,9 +26,7 @@ def longest_sequences(operands: Operands, lengths: Lengths) -> Lengths:
     return longest_within(totals, (operands.q.shape[0], operands.k.shape[0]), lengths)
 
 
-def longest_within(
-    totals: Sequence[Sequence[int] | None], rows: tuple[int, int], lengths: Lengths
-) -> Lengths:
+def longest_within(totals: Sequence[Sequence[int] | None], rows: tuple[int, int], lengths: Lengths) -> Lengths:
     """`longest_sequences`, given the running totals and the rows that they may count."""
     (of_q, of_k), (given_q, given_k, *others) = totals, lengths
     longest_q = given_q if of_q is None else checked_longest("max_seqlen_q", "cu_seqlens_q", of_q, rows[0], given_q)
