@@ -261,7 +261,7 @@ def _check_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> 
             fix = "Pad the shards: `shard` does, with pad=."
             raise InvalidProblem("q" if name == "seqlen" else "k", "an even number of rows for zigzag", rows, fix)
         if name == "seqlen_k" and settings.seqlen is not None and settings.seqlen_k is None and rows_q != rows_k:
-            expected = f"the length of all keys before `shard`, because k has {rows_k} rows and q {rows_q}"
+            expected = f"the length of all keys before `shard`, because k has {counted(rows_k, 'row')} and q {rows_q}"
             raise InvalidProblem(name, expected, None, "Without it, keys are as many as queries.")
         if not 0 <= length <= world * rows:
             expected = f"at most {counted(world, 'rank')} x {counted(rows, 'row')} = {world * rows}"
