@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,8 +118,8 @@ def test_rotary_in_place_keeps_the_gradient() -> None:
     torch.testing.assert_close(mine, expected)
 
 
-IN_PLACE = {
-    "x": lambda x, *tables: rotary.apply_rotary_emb(x, *tables, inplace=True),
+IN_PLACE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "x": lambda x, cos, sin: rotary.apply_rotary_emb(x, cos, sin, inplace=True),
     "qkv": rotary.apply_rotary_emb_qkv_,
     "kv": rotary.apply_rotary_emb_kv_,
 }

@@ -94,7 +94,7 @@ class _Same(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         del ctx
         return gradient
 
@@ -104,7 +104,7 @@ def _writable(x: Tensor) -> Tensor:
     compiled function, which would lose the gradient, it is refused.
     """
     is_refused = x.is_leaf and x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return _Same.apply(x) if is_refused else x  # type: ignore[no-untyped-call,no-any-return]
+    return _Same.apply(x) if is_refused else x  # type: ignore[no-untyped-call]
 
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
