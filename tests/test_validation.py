@@ -14,6 +14,8 @@ from torch import zeros
 import tilewise as tw
 from making import int32
 from tilewise import dispatch, settings
+from tilewise.cascade import Group, SharedPrefix
+from tilewise.kv import append_rotated
 
 Arguments = dict[str, Any]
 
@@ -193,6 +195,50 @@ def test_the_mistakes_cover_every_message() -> None:
 @pytest.mark.parametrize("arguments", [dense(), packed(), paged()], ids=["dense", "packed", "paged"])
 def test_the_correct_call_passes(arguments: Arguments) -> None:
     assert torch.isfinite(call_of(arguments)(**arguments)).all()
+
+
+def one_row_of(**changes: Any) -> Any:
+    """`append_rotated` of one row to e4m3 pages of one head."""
+    pages, row = zeros(1, 1, 1, 8, dtype=torch.float8_e4m3fn), zeros(1, 1, 8)
+    arguments = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)} | changes
+    return append_rotated(row, row, row, pages, pages.clone(), int32(0).long(), int32(0), zeros(1, 8), **arguments)
+
+
+def one_token_cache() -> tw.PagedKVCache:
+    return tw.PagedKVCache(4, 1, 1, 1, 8, dtype=torch.float32, device="cpu", max_requests=1, max_seqlen=1)
+
+
+SINGLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "a prompt of two tokens": (lambda: one_token_cache().add([1, 2]), "max_seqlen = 1 token,"),
+    "scales of one head": (lambda: one_row_of(k_scale=zeros(3)), "one for each of 1 head,"),
+    "a map of one dimension": (
+        lambda: tw.tile_mask(lambda _b, _h, i, j: (i >= j)[None], 2, 2),
+        "torch.bool of 1 dimension.",
+    ),
+    "one query of chunks": (
+        lambda: tw.attention_varlen(
+            zeros(1, 1, 8), zeros(4, 1, 8), zeros(4, 1, 8), int32(0, 1), int32(0, 4), mask=tw.TileMask.chunks(2, 1, 4)
+        ),
+        "one of 1 query x 4 keys.",
+    ),
+    "two tables of one group": (
+        lambda: tw.attention_paged(
+            **paged(
+                shared_prefix=SharedPrefix(
+                    (Group(2, 2, 4),), int32([0], [0]), int32(4), int32(0, 2), None, int32([1], [2]), int32(2, 2)
+                )
+            )
+        ),
+        "for each of 1 group,",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", SINGLE)
+def test_errors_count_one_thing_as_one(mistake: str) -> None:
+    call, words = SINGLE[mistake]
+    with pytest.raises(tw.InvalidProblem, match=re.escape(words)):
+        call()
 
 
 def test_values_are_judged_again_after_a_good_call() -> None:

@@ -643,7 +643,7 @@ class TileMask:
         batch, heads = (max(a, b) for a, b in zip(self.tiles.shape[:2], new.shape[:2], strict=True))
         shared = [size for x in (self.tiles, new) for size in zip(x.shape[:2], (batch, heads), strict=True)]
         if seqlen_k < self.seqlen_k or any(size not in (1, most) for size, most in shared):
-            expected = f"a shape that fits (..., new queries, {self.seqlen_k} keys or more) of {self.shape}"
+            expected = f"a shape that fits (..., new queries, {counted(self.seqlen_k, 'key')} or more) of {self.shape}"
             raise InvalidProblem("rows", expected, tuple(rows.shape), "Give whole rows: one bool per key.")
         old_tiles, old_bits = self._stored
         old = old_tiles.expand(batch, heads, -1, -1)
@@ -825,7 +825,7 @@ def _vmapped(fn: Callable[..., Any]) -> Pairs:
             expected, fix = "a function without `if`, `and`, `or` and `not` of indices", "Use torch.where, &, | and ~."
             raise InvalidProblem("fn", expected, "one that asks whether a tensor is true", fix) from error
         if not isinstance(found, Tensor) or found.dtype != torch.bool or found.dim() != 0:
-            got = f"{found.dtype} of {found.dim()} dimensions" if isinstance(found, Tensor) else repr(found)
+            got = f"{found.dtype} of {counted(found.dim(), 'dimension')}" if isinstance(found, Tensor) else repr(found)
             fix = "Compare the indices with each other or with entries of tensors; & and | join conditions."
             raise InvalidProblem("fn", "a function that returns one boolean tensor without dimensions", got, fix)
         return found

@@ -255,6 +255,8 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "backend": ({"backend": "cpu"}, {"backend": "reference"}, "cpu", "reference"),
     "sharding": ({"sharding": "contiguous"}, {}, "contiguous", "zigzag"),
     "layout": ({"shape": (1, 8, 8, 16)}, {"shape": (1, 8, 8, 16), "layout": "bshd"}, "bhsd", "bshd"),
+    # A rank that takes heads for rows has too few of them for the whole sequence.
+    "layout ": ({}, {"layout": "bshd"}, "bhsd", "bshd"),
     "seqlen": ({"seqlen": 13}, {"seqlen": 14}, "13", "14"),
     "seqlen_k": ({"seqlen": 13}, {"seqlen": 13, "seqlen_k": 12}, "13", "12"),
     "q": ({"shape": (1, 4, 8, 16)}, {"shape": (1, 4, 16, 16)}, "float32 (1, 4, 8, 16)", "float32 (1, 4, 16, 16)"),

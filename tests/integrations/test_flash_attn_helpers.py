@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,6 +116,27 @@ def test_rotary_in_place_keeps_the_gradient() -> None:
     (mine,) = torch.autograd.grad(out.square().sum(), leaf)
     (expected,) = torch.autograd.grad(rotary.apply_rotary_emb(leaf, cos, sin).square().sum(), leaf)
     torch.testing.assert_close(mine, expected)
+
+
+IN_PLACE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "x": lambda x, cos, sin: rotary.apply_rotary_emb(x, cos, sin, inplace=True),
+    "qkv": rotary.apply_rotary_emb_qkv_,
+    "kv": rotary.apply_rotary_emb_kv_,
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_rotary_writes_into_leaves_and_keeps_the_gradient(name: str) -> None:
+    """Torch refuses this; flash-attn does it, and its tests expect it."""
+    tables, call = (randn(4, 4), randn(4, 4, seed=1)), IN_PLACE[name]
+    shape = {"x": (1, 4, 2, 8), "qkv": (1, 4, 3, 2, 8), "kv": (1, 4, 2, 2, 8)}[name]
+    leaf, like = randn(*shape, grad=True), randn(*shape, grad=True)
+    expected = rotary.apply_rotary_emb(like, *tables) if name == "x" else call(like * 1, *tables)
+    found = call(leaf, *tables)
+    assert found.data_ptr() == leaf.data_ptr()
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out, x in ((found, leaf), (expected, like))]
+    torch.testing.assert_close(*gradients)
 
 
 def test_rotary_of_packed_qkv_and_kv() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tilewise import attention, figures, fp8
 from tilewise.cli.console import JsonOption, Step, check_plot, print_json, progress, write_plot
 from tilewise.errors import InvalidProblem
+from tilewise.units import counted
 
 __all__ = ["EXAMPLE", "command"]
 
@@ -113,9 +114,8 @@ def command(
 
 def _show(found: list[Measured], notes: dict[str, str], seqlen: int) -> None:
     console = Console()
-    table = Table(
-        title=f"error against fp64, {seqlen} tokens", box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0)
-    )
+    title = f"error against fp64, {counted(seqlen, 'token')}"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("q, k, v in", no_wrap=True)
     for name in notes:
         table.add_column(f"{name}\nRMSE", justify="right", no_wrap=True)
@@ -152,7 +152,7 @@ def _draw(found: list[Measured], seqlen: int) -> str:
         axes.set_yticks(range(len(recipes)), [recipe.name for recipe in recipes])
         axes.invert_yaxis()
         axes.set_xscale("log")
-        axes.set_xlabel(f"RMS error / RMS of the exact output, {seqlen} tokens")
+        axes.set_xlabel(f"RMS error / RMS of the exact output, {counted(seqlen, 'token')}")
         axes.legend(frameon=False)
 
     return figures.render(on, 7.0, 4.0)

@@ -49,14 +49,18 @@ def agree(description: Description, group: Group, where: torch.device) -> None:
         known.popitem(last=False)
 
 
-def refuse(error: TilewiseError, group: Group, where: torch.device) -> NoReturn:
-    """Tell the peers, if they are comparing too, that this rank cannot take part; then raise its own error."""
+def refuse(error: TilewiseError, group: Group, where: torch.device, flags: Description = ()) -> NoReturn:
+    """Tell the peers, if they are comparing too, that this rank cannot take part; then raise its own error, or what
+    explains it: `flags` that differ from the peers'.
+    """
     # Once calls have agreed, peers may be past comparing: they time out, and this rank should not wait for them.
     # A compiler that traces this runs it again outside of its graph, or says what was raised.
     if not torch.compiler.is_compiling() and not _agreed().get(group):
         try:
-            _compare(((FAILED, f"{type(error).__name__}: {error}"),), group, where)
+            _compare((*flags, (FAILED, f"{type(error).__name__}: {error}")), group, where)
         except TilewiseError as joint:
+            if isinstance(joint, InvalidProblem) and joint.argument != FAILED:
+                raise joint from error
             raise error from joint
     raise error
 
@@ -82,11 +86,11 @@ def _digest(description: Description) -> int:
 def _difference(texts: list[Description]) -> InvalidProblem:
     tables = [dict(text) for text in texts]
     failed = {rank: table[FAILED] for rank, table in enumerate(tables) if FAILED in table}
+    names = list(dict.fromkeys(name for table in tables for name in table))
     if failed:
-        rank, reason = next(iter(failed.items()))
-        got = f"on rank {rank} {reason.removesuffix('.')}"
-        return InvalidProblem(FAILED, "valid ones on every rank", got, "Correct them there.")
-    for name in dict.fromkeys(name for table in tables for name in table):
+        # A flag that differs explains why a rank failed: with another layout it takes heads for rows.
+        names = [name for name in names if name != FAILED and all(name in table for table in tables)]
+    for name in names:
         values: dict[str, list[int]] = {}
         for rank, table in enumerate(tables):
             values.setdefault(table.get(name, "nothing"), []).append(rank)
@@ -96,4 +100,8 @@ def _difference(texts: list[Description]) -> InvalidProblem:
                 for value, ranks in values.items()
             )
             return InvalidProblem(name, "the same on every rank of the group", got, "Call with equal arguments.")
+    if failed:
+        rank, reason = next(iter(failed.items()))
+        got = f"on rank {rank} {reason.removesuffix('.')}"
+        return InvalidProblem(FAILED, "valid ones on every rank", got, "Correct them there.")
     return InvalidProblem(FAILED, "the same on every rank", "digests that differ", "Call with equal arguments.")

@@ -203,7 +203,7 @@ def _checked(tensors: tuple[Any, ...], options: Options, group: Group) -> _Rows:
         raise InvalidProblem("q, block_table, seqlens_k", expected, got, "See attention_paged.")
     if cu_seqlens_q is None and len(q) != len(seqlens):
         fix = "Pass cu_seqlens_q if sequences have other than one query."
-        raise InvalidProblem("q", f"one row for each of {len(seqlens)} sequences", len(q), fix)
+        raise InvalidProblem("q", f"one row for each of {counted(len(seqlens), 'sequence')}", len(q), fix)
     _check_lengths(seqlens, cu_seqlens_q, len(q))
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if not isinstance(pages, (Tensor, Fp8Tensor)):

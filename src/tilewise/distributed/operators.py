@@ -82,6 +82,7 @@ _TYPES = {"seqlen": "SymInt?", "seqlen_k": "SymInt?", "method": "str", "sharding
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens"
 SCHEMA = ", ".join([_TENSORS, *[f"{(FLAGS | _TYPES)[name]} {name}" for name in Settings._fields]])
 COUNT = len(Tensors._fields)
+CALL = "context_parallel_attention"
 
 
 def heads_of(layout: str) -> Heads:
@@ -212,7 +213,7 @@ def _checked(tensors: Tensors, settings: Settings) -> tuple[Shards, Call]:
         check_there(Tensors._fields, tensors)
         layout, call = _describe(tensors, settings, dist.get_world_size(group))
     except TilewiseError as error:
-        refuse(error, group, where)
+        refuse(error, group, where, _in_words({"call": CALL, **_flags(settings)}))
     agree(_description(tensors, settings, layout), group, where)
     return Shards(layout, *tensors[:3], heads_of(settings.layout), group), call
 
@@ -260,7 +261,7 @@ def _check_lengths(settings: Settings, world: int, rows_q: int, rows_k: int) -> 
             fix = "Pad the shards: `shard` does, with pad=."
             raise InvalidProblem("q" if name == "seqlen" else "k", "an even number of rows for zigzag", rows, fix)
         if name == "seqlen_k" and settings.seqlen is not None and settings.seqlen_k is None and rows_q != rows_k:
-            expected = f"the length of all keys before `shard`, because k has {rows_k} rows and q {rows_q}"
+            expected = f"the length of all keys before `shard`, because k has {counted(rows_k, 'row')} and q {rows_q}"
             raise InvalidProblem(name, expected, None, "Without it, keys are as many as queries.")
         if not 0 <= length <= world * rows:
             expected = f"at most {counted(world, 'rank')} x {counted(rows, 'row')} = {world * rows}"
@@ -308,15 +309,26 @@ def _description(tensors: Tensors, settings: Settings, layout: Layout) -> Descri
     The same fields for every method, which is the last: the choice of "auto" depends on others.
     """
     s, wanted = settings, [name for name, want in zip(("q", "k", "v", "sinks"), settings.grads, strict=True) if want]
-    described = {
-        "call": "context_parallel_attention",
+    return _in_words({
+        "call": CALL,
         "q": in_words(tensors.q), "k": in_words(tensors.k), "v": in_words(tensors.v),
-        "alibi_slopes": in_words(tensors.alibi_slopes), "sinks": in_words(tensors.sinks),
-        "causal": s.causal, "window": (s.window_left, s.window_right), "scale": s.scale, "softcap": s.softcap,
-        "dropout": s.dropout, "layout": s.layout, "cu_seqlens": layout.documents, "seqlen": layout.seqlen_q,
-        "seqlen_k": layout.seqlen_k, "sharding": s.sharding, "deterministic": s.deterministic, "backend": s.backend,
+        "alibi_slopes": in_words(tensors.alibi_slopes), "sinks": in_words(tensors.sinks), **_flags(s),
+        "cu_seqlens": layout.documents, "seqlen": layout.seqlen_q, "seqlen_k": layout.seqlen_k,
         "requires_grad": " ".join(wanted) or "none", "return_lse": s.return_lse, "method": s.method,
+    })  # fmt: skip
+
+
+def _flags(settings: Settings) -> dict[str, object]:
+    """What can be compared of a call that is not valid."""
+    s = settings
+    return {
+        "causal": s.causal, "window": (s.window_left, s.window_right), "scale": s.scale, "softcap": s.softcap,
+        "dropout": s.dropout, "layout": s.layout, "sharding": s.sharding, "deterministic": s.deterministic,
+        "backend": s.backend,
     }  # fmt: skip
+
+
+def _in_words(described: dict[str, object]) -> Description:
     return tuple((name, str(value)) for name, value in described.items())
 
 

@@ -308,7 +308,7 @@ class Layer:
     def _scaled(self, pages: Tensor, scale: Tensor) -> Fp8Tensor:
         """Pages with one scale for the layer, or one per K/V head; not copied, so later updates in place are seen."""
         if scale.numel() not in (1, self.num_kv_heads):
-            expected = f"one scale, or one for each of {self.num_kv_heads} K/V heads"
+            expected = f"one scale, or one for each of {counted(self.num_kv_heads, 'K/V head')}"
             raise InvalidProblem("k_scale, v_scale", expected, tuple(scale.shape), "Quantise per tensor or per head.")
         shape = (len(pages), self.num_kv_heads, 1)
         return Fp8Tensor(pages, scale.reshape(1, -1, 1).expand(shape), "page", "paged")
@@ -337,7 +337,9 @@ class Layer:
                 raise InvalidProblem(name, f"the dtype of the cache, {dtype}", given.dtype, "Convert the rows.")
         if rows != count:
             if rows < count:
-                raise InvalidProblem("slots", f"one for each of {rows} rows of k", count, "Cut the padding off.")
+                raise InvalidProblem(
+                    "slots", f"one for each of {counted(rows, 'row')} of k", count, "Cut the padding off."
+                )
             k, v = k[:count], v[:count]
         if self.is_int8:
             if slots.dtype != torch.int64:

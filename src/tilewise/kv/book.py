@@ -178,7 +178,7 @@ class PageBook:
         self._enter_written()
         prompt = known_ids(tokens)
         if not 1 <= len(prompt) <= self.max_seqlen:
-            expected = f"between 1 and max_seqlen = {self.max_seqlen} tokens"
+            expected = f"between 1 and max_seqlen = {counted(self.max_seqlen, 'token')}"
             fix = "Cut the prompt, or make the cache for longer ones."
             raise InvalidProblem("tokens", expected, len(prompt), fix if prompt else "A prompt has at least one token.")
         self.rows.refuse_another()
@@ -626,7 +626,7 @@ class PageBook:
         over = new > self.max_seqlen - before
         if over.any():
             place = int(over.argmax())
-            expected = f"at most max_seqlen = {self.max_seqlen} tokens for request {requests[place]}"
+            expected = f"at most max_seqlen = {counted(self.max_seqlen, 'token')} for request {requests[place]}"
             fix = "Finish the request, or make a longer cache."
             raise InvalidProblem("counts", expected, int(before[place]) + int(new[place]), fix)
         if pages > self.pages.available and pages > self.available_pages():

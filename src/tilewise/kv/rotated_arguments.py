@@ -18,6 +18,7 @@ from tilewise.fp8.quantisation import SCALE_RANGE
 from tilewise.memory import check_allocated, extent, overlap, overlaps_itself
 from tilewise.problem import MAX_HEAD_DIM
 from tilewise.subclasses import check_class
+from tilewise.units import counted
 from tilewise.validation.results import Disjoint, check_strides
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -163,7 +164,7 @@ def _check_scales(given: dict[str, View]) -> None:
             if view is not None:
                 raise InvalidProblem(name, f"None, as pages are {pages}", "a tensor", "See append_rotated.")
         elif view is None or (tuple(view.shape) not in constant and not _is_contiguous(view, written)):
-            kinds = f"one scale, one for each of {heads} heads, or contiguous" if constant else "contiguous"
+            kinds = f"one scale, one for each of {counted(heads, 'head')}, or contiguous" if constant else "contiguous"
             got = None if view is None else f"{tuple(view.shape)}, strides {view.strides}"
             codes = "e4m3" if constant else "int8"
             fix = "They are given, or grow with each page." if constant else "They are written with the rows."

@@ -24,6 +24,7 @@ from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names
 from tilewise.subclasses import check_class
 from tilewise.tile_masks import PROMISES, TileMask
+from tilewise.units import counted
 from tilewise.validation.flags import (
     OPTIONAL,
     OPTIONAL_PAGED,
@@ -134,7 +135,7 @@ def _check_promises(kind: Kind, mask: TileMask, flags: Flags) -> None:
         if (promise.left and left is not None) or (promise.right and right is not None):
             raise InvalidProblem("window", f"None {beside}", (left, right), promise.fix)
         if kind != "dense" and (promise.lengths or (promise.unequal and mask.seqlen_q != mask.seqlen_k)):
-            got = f"one of {mask.seqlen_q} queries x {mask.seqlen_k} keys"
+            got = f"one of {counted(mask.seqlen_q, 'query', 'queries')} x {counted(mask.seqlen_k, 'key')}"
             raise InvalidProblem("mask", f"one per sequence {beside}", got, promise.fix)
 
 

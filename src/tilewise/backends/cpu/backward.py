@@ -17,7 +17,7 @@ from tilewise.backends.cpu.emit import FP32
 from tilewise.backends.cpu.features import multiply_panel
 from tilewise.backends.cpu.intrinsics import field, fma, load_f32, load_i64, scalar_bits, store_f32, store_i64
 from tilewise.backends.cpu.merging import MINUS_INF
-from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax_gradient, weigh_values
+from tilewise.backends.cpu.microkernels import accumulate_keys, softmax_gradient, weigh_values
 from tilewise.backends.cpu.packing import (
     add_row,
     fill,
@@ -41,6 +41,7 @@ from tilewise.backends.cpu.scoring import (
     prepare_rows,
     q_length,
     q_start,
+    score_keys,
 )
 from tilewise.backends.cpu.stopping import stops, stops_at, taking_items
 
@@ -149,9 +150,9 @@ def panel_gradient(
     k += 4 * begin * width
     v += 4 * begin * width_v
     for j in range(0, size, sz.SCORE_KEYS):
-        scores(k + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), q, s + 4 * j * sz.PANEL, scratch)
+        score_keys(k + 4 * j * width, width, field(p, f.DIM_PADDED), q, s + 4 * j * sz.PANEL, scratch)
     for j in range(0, size, sz.SCORE_KEYS):
-        scores(v + 4 * j * width_v, 4 * width_v, field(p, f.DIM_V_PADDED), dout, ds + 4 * j * sz.PANEL, scratch)
+        score_keys(v + 4 * j * width_v, width_v, field(p, f.DIM_V_PADDED), dout, ds + 4 * j * sz.PANEL, scratch)
     features, vectors = field(p, f.FEATURES), sz.PANEL // sz.LANES
     edge = first_key < load_i64(bounds + f.MAX_FIRST) or first_key + size - 1 > load_i64(bounds + f.MIN_LAST)
     cut = is_cut(p, batch, head, row, first_key, size)

@@ -22,9 +22,10 @@ from tilewise.backends.cpu.merging import (
     fold_rows,
     merge_chunks,
 )
-from tilewise.backends.cpu.microkernels import row_max, scores, softmax, weigh_values
+from tilewise.backends.cpu.microkernels import row_max, softmax, weigh_values
 from tilewise.backends.cpu.packing import fill, pack_rows, transpose_panel
 from tilewise.backends.cpu.scoring import (
+    WHOLE_SUM,
     bounds_of,
     change_scores,
     clip_panel,
@@ -40,6 +41,7 @@ from tilewise.backends.cpu.scoring import (
     q_length,
     q_start,
     rows_of_scale,
+    score_keys,
 )
 from tilewise.backends.cpu.stopping import stops_at, taking_items
 
@@ -107,9 +109,9 @@ def panel_scores(
         inner, outer = size, size
     fill(tile_max, sz.PANEL, MINUS_INF)
     for j in range(0, size, sz.SCORE_KEYS):
-        # The maximum of keys that are not masked yet goes to an unused buffer.
-        top = tile_max if inner <= j < outer else ws + field(p, f.WS_ALPHA)
-        scores(k + 4 * j * width, 4 * width, width, q, s + 4 * j * sz.PANEL, top)
+        # The maximum of keys that are not masked yet, or of parts of sums, goes to an unused buffer.
+        top = tile_max if inner <= j < outer and width <= WHOLE_SUM else ws + field(p, f.WS_ALPHA)
+        score_keys(k + 4 * j * width, width, width, q, s + 4 * j * sz.PANEL, top)
     if changed:
         valid = min(size, load_i64(bounds + f.MAX_LAST) + 1 - first_key)
         slope = ws + field(p, f.WS_CAP) if field(p, f.WS_CAP) != 0 else 0
@@ -124,6 +126,8 @@ def panel_scores(
     else:
         mask_keys(s, 0, inner, first_key, table, tile_max, vectors)
         mask_keys(s, outer, size, first_key, table, tile_max, vectors)
+        if inner < outer and width > WHOLE_SUM:
+            row_max(s + 4 * inner * sz.PANEL, outer - inner, tile_max, vectors)
 
 
 @driver

@@ -8,17 +8,7 @@ from __future__ import annotations
 from tilewise.backends.cpu.compiler import kernel
 from tilewise.backends.cpu.emit import EXP2_EXACT, Emitter, Value
 from tilewise.backends.cpu.features import each_score
-from tilewise.backends.cpu.microkernels import score_products, store_block, value_products
-
-
-@kernel("iiiii")
-def add_scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value) -> None:
-    """s[score_keys][panel] += k[score_keys][head_dim] . q[head_dim][panel]."""
-    keys, vectors, panel = e.isa.score_keys, e.isa.query_vectors, e.isa.panel
-    start = [old for i in range(keys) for old in e.load_vectors(e.at(s, i * panel), vectors)]
-    sums = score_products(e, k, k_stride, head_dim, q, start)
-    for i in range(keys):
-        e.store_vectors(e.at(s, i * panel), sums[i * vectors : (i + 1) * vectors])
+from tilewise.backends.cpu.microkernels import store_block, value_products
 
 
 @kernel("iiiiii")

@@ -28,7 +28,7 @@ COARSE_SCORE = float(2**28)
 def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value, running_max: Value) -> None:
     """s[score_keys][panel] = k[score_keys][head_dim] . q[head_dim][panel]; running_max = max(running_max, s)."""
     keys, vectors, panel = e.isa.score_keys, e.isa.query_vectors, e.isa.panel
-    acc = score_products(e, k, k_stride, head_dim, q, [e.f32s(0.0)] * (keys * vectors))
+    acc = score_products(e, k, k_stride, head_dim, q)
     top = e.load_vectors(running_max, vectors)
     for i in range(keys):
         e.store_vectors(e.at(s, i * panel), acc[i * vectors : (i + 1) * vectors])
@@ -36,10 +36,18 @@ def scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: 
     e.store_vectors(running_max, top)
 
 
-def score_products(
-    e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, start: Sequence[Value]
-) -> list[Value]:
-    """The vectors of k[score_keys][head_dim] . q[head_dim][panel], added to `start`."""
+@kernel("iiiii")
+def add_scores(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value, s: Value) -> None:
+    """s[score_keys][panel] += k[score_keys][head_dim] . q[head_dim][panel]. The products are a sum of their own."""
+    keys, vectors, panel = e.isa.score_keys, e.isa.query_vectors, e.isa.panel
+    acc = score_products(e, k, k_stride, head_dim, q)
+    for i in range(keys):
+        old = e.load_vectors(e.at(s, i * panel), vectors)
+        e.store_vectors(e.at(s, i * panel), [e.b.fadd(old[j], acc[i * vectors + j]) for j in range(vectors)])
+
+
+def score_products(e: Emitter, k: Value, k_stride: Value, head_dim: Value, q: Value) -> list[Value]:
+    """The vectors of k[score_keys][head_dim] . q[head_dim][panel]."""
     isa, b = e.isa, e.b
     keys, vectors, panel = isa.score_keys, isa.query_vectors, isa.panel
     k_rows = e.rows(k, k_stride, keys)
@@ -57,7 +65,7 @@ def score_products(
                         sums[i * vectors + j] = e.fma(queries[j], weights[i][w], sums[i * vectors + j])
         return sums
 
-    return e.loop(head_dim, isa.dim_step, start, step)
+    return e.loop(head_dim, isa.dim_step, [e.f32s(0.0)] * (keys * vectors), step)
 
 
 def _multipliers(e: Emitter, rows: list[Value], u: int) -> list[list[Value]]:

@@ -21,6 +21,7 @@ from tilewise.backends.cpu.intrinsics import (
     store_i32,
     store_i64,
 )
+from tilewise.backends.cpu.microkernels import add_scores, scores
 from tilewise.backends.cpu.packing import fill, pack_rows, pack_values, transpose_panel
 from tilewise.tiles import EMPTY, FULL, TILE, WORD, WORDS
 
@@ -31,6 +32,8 @@ MINUS_INF = -float("inf")
 TILE_BYTES, WORD_BYTES = 4 * WORDS * TILE, 4 * TILE
 # The bits of one panel, which lie in one word.
 PANEL_BITS = (1 << sz.PANEL) - 1
+# Up to so many products are added one by one. More are added in parts, as a long sum loses digits.
+WHOLE_SUM, PART = 256, 128
 
 
 @driver
@@ -264,6 +267,23 @@ def gather_panel(
     extra = ws + field(p, f.WS_EXTRA)
     transpose_panel(stage, 4 * sz.BLOCK_N, (size + sz.LANES - 1) // sz.LANES * sz.LANES, extra, 1.0)
     return extra
+
+
+@driver
+def score_keys(rows: int, width: int, dim: int, panel: int, s: int, top: int) -> None:
+    """s[score_keys][panel] = rows[score_keys][dim] . panel[dim][panel]; rows are `width` apart. `top` becomes the
+    maximum of itself and s, unless `dim` is over `WHOLE_SUM`.
+    """
+    part = dim if dim <= WHOLE_SUM else PART
+    scores(rows, 4 * width, part, panel, s, top)
+    add_columns(rows, width, part, dim, panel, s)
+
+
+@driver
+def add_columns(rows: int, width: int, first: int, dim: int, panel: int, s: int) -> None:
+    """Add the products of columns [first, dim) to s, in parts."""
+    for column in range(first, dim, PART):
+        add_scores(rows + 4 * column, 4 * width, min(PART, dim - column), panel + 4 * column * sz.PANEL, s)
 
 
 @driver

@@ -13,12 +13,13 @@ from tilewise.backends.cpu.backward import row_address
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.features import add_panel, multiply_panel
 from tilewise.backends.cpu.forward import acc_state, pack_queries, panel_scores
-from tilewise.backends.cpu.higher import add_scores, add_values, scale_panel, subtract_row, tangent_weights
+from tilewise.backends.cpu.higher import add_values, scale_panel, subtract_row, tangent_weights
 from tilewise.backends.cpu.intrinsics import exp2, field, load_f32, load_i64, scalar_bits, store_f32
 from tilewise.backends.cpu.merging import LOG2E_F32, MINUS_INF, begin_rows, finish_rows
-from tilewise.backends.cpu.microkernels import scores, softmax, weigh_values
+from tilewise.backends.cpu.microkernels import softmax, weigh_values
 from tilewise.backends.cpu.packing import fill, store_row
 from tilewise.backends.cpu.scoring import (
+    add_columns,
     bounds_of,
     clip_panel,
     drop_panel,
@@ -30,6 +31,7 @@ from tilewise.backends.cpu.scoring import (
     prepare_rows,
     q_length,
     q_start,
+    score_keys,
 )
 from tilewise.backends.cpu.stopping import stops_at, taking_items
 
@@ -44,10 +46,10 @@ def score_tangents(p: int, t: int, size: int, k: int, tk: int, q: int, tq: int, 
     if has_q or has_k:
         rows, panel = k if has_q else tk, tq if has_q else q
         for j in range(0, size, sz.SCORE_KEYS):
-            scores(rows + 4 * j * width, 4 * width, padded, panel, t + 4 * j * sz.PANEL, scratch)
+            score_keys(rows + 4 * j * width, width, padded, panel, t + 4 * j * sz.PANEL, scratch)
         if has_q and has_k:
             for j in range(0, size, sz.SCORE_KEYS):
-                add_scores(tk + 4 * j * width, 4 * width, padded, q, t + 4 * j * sz.PANEL)
+                add_columns(tk + 4 * j * width, width, 0, padded, q, t + 4 * j * sz.PANEL)
     else:
         fill(t, size * sz.PANEL, 0.0)
 

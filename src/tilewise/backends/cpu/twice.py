@@ -22,7 +22,6 @@ from tilewise.backends.cpu.backward import (
 from tilewise.backends.cpu.compiler import driver
 from tilewise.backends.cpu.higher import second_gradient, second_gradient_capped, tanh_panel
 from tilewise.backends.cpu.intrinsics import field, load_f32, load_i64, scalar_bits, store_f32
-from tilewise.backends.cpu.microkernels import scores
 from tilewise.backends.cpu.packing import fill, pack_rows, row_dots, untranspose_panel
 from tilewise.backends.cpu.scoring import (
     bounds_of,
@@ -33,6 +32,7 @@ from tilewise.backends.cpu.scoring import (
     mask_tiles,
     pack_tile,
     q_start,
+    score_keys,
 )
 from tilewise.backends.cpu.tangent import bias_tangents, score_tangents
 
@@ -86,13 +86,13 @@ def panel_twice(
     q, tq = ws + field(p, f.WS_Q) + rows * width, ws + field(p, f.WS_TQ) + rows * width
     dout = ws + field(p, f.WS_DOUT) + rows * width_v
     for j in range(0, size, sz.SCORE_KEYS):
-        scores(k + 4 * j * width, 4 * width, field(p, f.DIM_PADDED), q, s + 4 * j * sz.PANEL, scratch)
+        score_keys(k + 4 * j * width, width, field(p, f.DIM_PADDED), q, s + 4 * j * sz.PANEL, scratch)
     score_tangents(p, t, size, k, tk, q, tq, width, scratch)
     for j in range(0, size, sz.SCORE_KEYS):
-        scores(v + 4 * j * width_v, 4 * width_v, field(p, f.DIM_V_PADDED), dout, x + 4 * j * sz.PANEL, scratch)
+        score_keys(v + 4 * j * width_v, width_v, field(p, f.DIM_V_PADDED), dout, x + 4 * j * sz.PANEL, scratch)
     if tv != 0:
         for j in range(0, size, sz.SCORE_KEYS):
-            scores(tv + 4 * j * width_v, 4 * width_v, field(p, f.DIM_V_PADDED), dout, y + 4 * j * sz.PANEL, scratch)
+            score_keys(tv + 4 * j * width_v, width_v, field(p, f.DIM_V_PADDED), dout, y + 4 * j * sz.PANEL, scratch)
     else:
         fill(y, size * sz.PANEL, 0.0)
     tanh, bias, vectors = 0, 0, sz.PANEL // sz.LANES

@@ -22,6 +22,7 @@ from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import E4M3
 from tilewise.integrations.engines import Batch, Layer, Memory, memory_of
 from tilewise.integrations.sglang import refusals
+from tilewise.units import counted
 
 
 class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -87,7 +88,7 @@ class TilewiseAttnBackend(AttentionBackend):  # type: ignore[misc]
         count = forward_batch.batch_size
         if count > len(self._seqlens):
             fix = "SGLang calls init_cuda_graph_state with the largest batch first."
-            raise InvalidProblem("batch_size", f"at most {len(self._seqlens)} captured requests", count, fix)
+            raise InvalidProblem("batch_size", f"at most {counted(len(self._seqlens), 'captured request')}", count, fix)
         columns = self._table.shape[1] if in_capture else self._columns(forward_batch)
         pages = self._first_slots(forward_batch, columns) // self.page_size
         self._table[:count, : pages.shape[1]].copy_(pages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ def apply_rotary_emb(
     positions = _positions(x, seqlen_offsets, cu_seqlens)
     _check_positions(positions, cos.shape[0])
     turned = rotate(x, cos[positions], sin[positions], interleaved=interleaved)
-    return x.copy_(turned) if inplace else turned
+    return _writable(x).copy_(turned) if inplace else turned
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -54,6 +56,7 @@ def apply_rotary_emb_qkv_(
     num_heads_q: int | None = None,
 ) -> Tensor:
     """Rotate q and k of qkv (batch, seqlen, 3, heads, dim), or (batch, seqlen, heads + 2 kv_heads, dim), in place."""
+    qkv = _writable(qkv)
     if qkv.dim() == 5:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     elif num_heads_q is None:
@@ -77,8 +80,31 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Rotate k of kv (batch, seqlen, 2, heads, dim) in place."""
+    kv = _writable(kv)
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
+
+
+class _Same(torch.autograd.Function):
+    """A tensor in the same memory, which is not a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient
+
+
+def _writable(x: Tensor) -> Tensor:
+    """Autograd refuses to write into a leaf that requires a gradient; flash-attn writes, and returns what has one. In a
+    compiled function, which would lose the gradient, it is refused.
+    """
+    is_refused = x.is_leaf and x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return _Same.apply(x) if is_refused else x  # type: ignore[no-untyped-call]
 
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
