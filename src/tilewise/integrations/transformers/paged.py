@@ -22,7 +22,6 @@ from torch.nn import functional as F  # noqa: N812
 from tilewise.api import attention_after, attention_paged, attention_varlen, refuse_rows
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.integrations.translation import Window
-from tilewise.units import counted
 
 __all__ = ["Step", "attend_to_cache"]
 
@@ -144,7 +143,7 @@ def _window(layer: _Layer, step: Step) -> Window | None:
     """The model's window or the cache's; two that differ cannot both be right."""
     sizes = {size for size in (layer.window, step.sliding_window) if size is not None}
     if len(sizes) > 1:
-        what = f"the model's window of {counted(step.sliding_window, 'token')} and the cache's of {layer.window} differ"
+        what = f"the model's window, {step.sliding_window}, and the cache's, {layer.window}, differ"
         raise Unsupported(f"{what}; transformers sizes its rings by config.sliding_window")
     return (sizes.pop() - 1, 0) if sizes else None
 
