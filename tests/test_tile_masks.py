@@ -748,7 +748,7 @@ MASK = tile_mask(lambda _b, _h, i, j: i >= j, 200, 200)
         (lambda: tile_mask(CAUSAL, 5, 5), "a function of b, h, i, j"),
         (lambda: tile_mask(lambda _b, _h, i, j: i - j, 5, 5), "got torch.int64 of 0 dimensions"),
         (lambda: tile_mask(lambda _b, _h, _i, _j: True, 5, 5), "got True"),  # type: ignore[arg-type,return-value]
-        (lambda: tile_mask(lambda _b, _h, i, j: (i >= j)[None], 5, 5), "of 1 dimensions"),
+        (lambda: tile_mask(lambda _b, _h, i, j: (i >= j)[None], 5, 5), "of 1 dimension"),
         (lambda: tile_mask(lambda _b, _h, i, j: i >= j, 5.0, 5), "seqlen_q: expected an integer"),  # type: ignore[arg-type]
         (lambda: tile_mask(lambda _b, _h, i, j: i >= j, 2**30, 2**30), "at most 268,435,456 tiles"),
         (lambda: TileMask.from_dense(torch.zeros(5, 5)), "a boolean tensor"),

@@ -192,7 +192,7 @@ def _check(shared: Any, operands: Operands) -> None:
     if shared.rows is not None and shared.rows.device != operands.q.device:
         raise InvalidProblem("shared_prefix.rows", f"a tensor on {operands.q.device}", shared.rows.device, fix)
     if len(shared.block_table) != len(groups):
-        expected = f"a table row for each of {counted(len(groups), 'group')}"
+        expected = f"{counted(len(groups), 'table row')}, one for each group"
         raise InvalidProblem("shared_prefix.block_table", expected, len(shared.block_table), fix)
     if ops.is_plain_eager(shared[1:]) and validation.reads_contents("paged", operands):
         _check_contents(shared, num_queries)

@@ -316,7 +316,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a group without a table": (
         {"block_table": torch.zeros(2, 3, dtype=torch.int32)},
-        "shared_prefix.block_table: expected a table row for each of 1 groups, got 2",
+        "shared_prefix.block_table: expected 1 table row, one for each group, got 2",
     ),
 }
 
