@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ def backward(
     grads = new_gradients(problem, operands, wanted, k_lengths, zero=not runs)
     delta = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
     if runs:
-        keep: list[Tensor] = []
+        keep: list[Any] = []
         values = input_values(problem, operands, out, lse, dout, dlse, keep)
         launch.put(values, output_fields(problem, operands, grads, delta, k_lengths, keep))
         kernel(problem, wanted, values).start(bounds_of(problem), lengths)
@@ -160,14 +161,15 @@ def output_fields(
     grads: Gradients,
     delta: Tensor | None,
     k_lengths: Lengths,
-    keep: list[Tensor],
+    keep: list[Any],
 ) -> Block:
     """The fields of the tensors that kernels write."""
     dense, paged = problem.kind == "dense", problem.kind == "paged"
     block: Block = {f.KV_GRAD_DTYPE: FP32 if paged else launch.DTYPES[problem.dtype]}
     if not dense:
-        keep.append(torch.frombuffer(totals_of(k_lengths), dtype=torch.int64))
-        block[f.CU_GRADS_K] = keep[-1].data_ptr()
+        totals = totals_of(k_lengths)
+        keep.append(totals)
+        block[f.CU_GRADS_K] = totals.buffer_info()[0]
     kv_kind = "dense" if dense else "packed"
     kinds = launch.query_kind(problem, operands), kv_kind, kv_kind
     for position, tensor, kind in zip((f.DQ, f.DK, f.DV), grads[:3], kinds, strict=True):
