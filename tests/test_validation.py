@@ -229,7 +229,7 @@ SINGLE: dict[str, tuple[Callable[[], Any], str]] = {
                 )
             )
         ),
-        "for each of 1 group,",
+        "1 table row, one for each group,",
     ),
 }
 
