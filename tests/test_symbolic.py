@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -130,3 +132,14 @@ def test_functions_for_run_time_are_called_at_once_without_numbers() -> None:
     assert largest_power(100, 3) == (64, True)
     assert not isinstance(largest_power(100, 3)[0], Number)
     assert symbolic.numbers_in((1, "x", None, [2.0])) == []
+
+
+def test_a_fixed_value_is_recorded_without_assertions() -> None:
+    code = """
+from tilewise.symbolic import Trace, fixed
+trace = Trace(["rows"])
+fixed(trace.leaf("rows", 3))
+print(trace.function(["return 1"])(4))
+"""
+    found = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "None\n"

@@ -24,7 +24,7 @@ from tilewise.memory import check_allocated, check_there, touch
 from tilewise.operands import LENGTHS, Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
-from tilewise.symbolic import NotTraceableError, Sketch, Trace, replaced
+from tilewise.symbolic import Sketch, Trace, replaced
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
@@ -422,7 +422,9 @@ def _opened(
     try:
         problem = validation.traced_problem(kind, operands, flags.with_lengths(bounds))
         bound = prepare(problem, sketches if names[0] != "q" else operands)
-    except NotTraceableError:
+    # The call was validated, and its backend chosen, without numbers. What fails with them is planned for its own
+    # sizes: a backend of another package may do with a size what only integers can.
+    except Exception:
         return None
     # A pass from outside may serve one size only, and lack it.
     opened = getattr(bound, "open", None)
