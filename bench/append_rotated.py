@@ -32,7 +32,7 @@ from serving_cost import graph_seconds
 from suite.measuring import commit
 from tilewise.bench.machine import machine, versions
 from tilewise.kv import append_rotated, rotary_table
-from tilewise.kv.quantised import append_quantised, new_scales
+from tilewise.kv.quantised import QuantisedRows, append_quantised, new_scales
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE, LONGEST, EPS = 32, 8, 128, 64, 16384, 1e-6
 GRAPH_CALLS, SAMPLES = 20, 15
@@ -94,7 +94,7 @@ class Case:
         if self.grows:
             assert k_scale is not None
             assert v_scale is not None
-            append_quantised((k, v), (self.pages[0], self.pages[1]), (k_scale, v_scale), self.slots)
+            append_quantised(QuantisedRows(k, v, self.pages[0], self.pages[1], k_scale, v_scale, self.slots))
             return result
         memory = self.pages
         if self.is_e4m3:

@@ -2,10 +2,10 @@
 
     python bench/cpu_calls.py [--threads N] [--output FILE]
 
-Decoding over a cache that grows by one key a call, prompts of all lengths, packed prompts, and training on sequences of
-all lengths. Every length is met once ("new"), then three times more ("again"): medians in microseconds over all
-lengths. `ratio` is new over again, `torch` SDPA's time for the same new lengths, in turn with ours. Garbage collection
-is on, as in programs.
+Decoding over a cache that grows by one key a call, also in pages and by the registered operator, prompts of all
+lengths, packed prompts, and training on sequences of all lengths, also packed and with dropout. Every length is met
+once ("new"), then three times more ("again"): medians in microseconds over all lengths. `ratio` is new over again,
+`torch` SDPA's time for the same new lengths, in turn with ours. Garbage collection is on, as in programs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import tilewise as tw
 from suite import measuring
 from tilewise.bench.machine import machine, versions
+from tilewise.operands import Flags
+from tilewise.schemas import operand_names
 
 # Lengths that compile and plan, before any is measured.
 FIRST = range(3, 17)
@@ -71,20 +73,48 @@ def packed(lengths: range, heads: int, dim: int) -> Cases:
         yield lambda q=q, k=k, v=v, cu=cu: tw.attention_varlen(q, k, v, cu, cu, causal=True), None  # type: ignore[misc]
 
 
-def training(lengths: range, heads: int, dim: int) -> Cases:
+def pages(lengths: range, heads: int, kv_heads: int, dim: int) -> Cases:
+    """One query of each of two sequences over pages, of which there are more every 16 calls."""
+    q, stored = torch.randn(2, heads, dim), torch.randn(2, 64, 16, kv_heads, dim)
+    for n in lengths:
+        table, keys = torch.arange(2 * -(-n // 16), dtype=torch.int32).view(2, -1), torch.full((2,), n).int()
+        yield lambda t=table, n=keys: tw.attention_paged(q, *stored, t, n), None  # type: ignore[misc, call-overload]
+
+
+def operator(lengths: range, heads: int, dim: int) -> Cases:
+    """Decoding as compiled code calls it."""
+    op, flags = torch.ops.tilewise.dense.default, tuple(Flags())
+    q, cache = torch.randn(1, heads, 1, dim), torch.randn(2, 1, heads, lengths[-1], dim)
+    rest = (*[None] * (len(operand_names("dense")) - 3), *flags)
+    for n in lengths:
+        k, v = (each[:, :, :n] for each in cache)
+        yield lambda k=k, v=v: op(q, k, v, *rest), None  # type: ignore[misc]
+
+
+def differentiated(attend: Callable[..., Tensor], *given: Any, **flags: Any) -> None:
+    """Forward and backward; `given` are q, k, v, the gradient of the result, and other tensors."""
+    q, k, v, dout, *others = given
+    torch.autograd.grad(attend(q, k, v, *others, **flags), (q, k, v), dout)
+
+
+def training(lengths: range, heads: int, dim: int, dropout: float = 0.0) -> Cases:
     """Forward and backward."""
-
-    def run(attend: Callable[..., Tensor], *given: Any, **flags: Any) -> None:
-        *operands, dout = given
-        torch.autograd.grad(attend(*operands, **flags), operands, dout)
-
+    run, torchs = differentiated, scaled_dot_product_attention
     for n in lengths:
         given = [torch.randn(1, heads, n, dim, requires_grad=True) for _ in range(3)]
         dout = torch.randn(1, heads, n, dim)
         yield (
-            lambda a=given, g=dout: run(tw.attention, *a, g, causal=True),  # type: ignore[misc]
-            lambda a=given, g=dout: run(scaled_dot_product_attention, *a, g, is_causal=True),  # type: ignore[misc]
+            lambda a=given, g=dout: run(tw.attention, *a, g, causal=True, dropout=dropout),  # type: ignore[misc]
+            lambda a=given, g=dout: run(torchs, *a, g, is_causal=True, dropout_p=dropout),  # type: ignore[misc]
         )
+
+
+def packed_training(lengths: range, heads: int, dim: int) -> Cases:
+    """Forward and backward of two packed sequences."""
+    for n in lengths:
+        given = [torch.randn(2 * n, heads, dim, requires_grad=True) for _ in range(3)]
+        given += [torch.randn(2 * n, heads, dim), *[torch.tensor([0, n - n // 3, 2 * n], dtype=torch.int32)] * 2]
+        yield lambda a=given: differentiated(tw.attention_varlen, *a, causal=True), None  # type: ignore[misc]
 
 
 CASES: dict[str, Callable[[range], Cases]] = {
@@ -95,7 +125,11 @@ CASES: dict[str, Callable[[range], Cases]] = {
     "prefill 8 heads, causal": lambda lengths: prompts(lengths, 8, 64, causal=True),
     "prefill 2 heads of 32, causal": lambda lengths: prompts(lengths, 2, 32, causal=True),
     "packed 2 heads of 32, causal": lambda lengths: packed(lengths, 2, 32),
+    "pages, decode 8/2 heads, batch 2": lambda lengths: pages(lengths, 8, 2, 64),
+    "operator, decode 8 heads": lambda lengths: operator(lengths, 8, 64),
     "training 2 heads of 32, causal": lambda lengths: training(lengths, 2, 32),
+    "training 2 heads of 32, causal, dropout": lambda lengths: training(lengths, 2, 32, 0.1),
+    "packed training 2 heads of 32, causal": lambda lengths: packed_training(lengths, 2, 32),
 }
 
 

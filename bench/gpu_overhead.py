@@ -7,10 +7,8 @@ PyTorch first, then timed in layers, all of them in turn, each a part of the one
 
     public      tilewise.attention (forward and backward: with torch.autograd.grad)
     bound pass  what a call that looks like an earlier one runs: make the results, launch
-    launches    the kernels at known addresses: ask whether hooks are to see them, and start them
     results     making out, lse and workspace
-    lay out     what sizes or addresses cost that were not met before: parameters and tensor maps
-    driver      cuLaunchKernelEx alone, all parameters laid out
+    launches    the kernels at known addresses: the plan's operations, and the driver
     new pass    what a call that looks like none before runs beside its judgement, once the problem is prepared
     torch       SDPA on the same tensors
 
@@ -78,28 +76,19 @@ def tensors(seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int, dim: int, *
 def parts_of(bound: Any, given: tuple[Tensor | None, ...]) -> Layers:
     """A bound pass, and its parts with the tensors of one call."""
     held = bound(given)  # lives as long as its addresses are used
-    key, blocks = list(bound._sized.laid_out.items())[-1]  # noqa: SLF001
-    maps = [each for block in blocks for each in block.maps]
-    encode: Any = driver._entry("cuTensorMapEncodeTiled")  # noqa: SLF001
+    found, stream = bound._laid_out, torch.cuda.current_stream().cuda_stream  # noqa: SLF001
+    counters = [] if bound._counters is None else [bound._counters.current(bound.num_counters, stream)]  # noqa: SLF001
+    frame, used = found.plan.frame(), [*[t for t in given if t is not None], *held, *counters]
+    found.put(frame.words, found.first, stream, False, *[tensor.data_ptr() for tensor in used])
 
-    def driver_alone() -> Any:
-        for block in blocks:
-            block.function(*block.arguments)
-        return held
+    def launches() -> Any:
+        found.plan.start(*frame.starting)
+        return used
 
-    def encoded() -> None:
-        for each in maps:
-            encode(*each.arguments)
+    def results() -> Any:
+        return [bound._allocate(*made) for made in found.made]  # noqa: SLF001
 
-    parts = {"bound pass": lambda: bound(given), "launches": lambda: driver.queued(blocks)}
-    if blocks:
-        parts |= {
-            "results": lambda: bound._make((), key[0]),
-            "lay out": lambda: bound._lay_out(bound._sized.numbers, key, blocks),  # noqa: SLF001
-            f"of that, {len(maps)} tensor maps": encoded,
-            "driver": driver_alone,
-        }
-    return parts
+    return {"bound pass": lambda: bound(given), "results": results, "launches": launches}
 
 
 def forward_layers(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Layers:

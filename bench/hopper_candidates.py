@@ -55,7 +55,7 @@ def _call(
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     q = given[4]
     with mock.patch.object(backward_plan, "backward_config", config_of):
-        kernels = launch.backward_pass.__wrapped__(problem, device.of(q.device), q.get_device(), raw_views(given), True)
+        kernels = launch.backward_pass(problem, device.of(q.device), q.get_device(), raw_views(given), True)
     assert not kernels.copied, "candidates are timed on tensors that TMA can address"
 
     def run() -> tuple[torch.Tensor, ...]:

@@ -259,9 +259,9 @@ def sweep(quick: bool) -> list[dict[str, Any]]:
     from tilewise.testing.tiles import overridden
 
     both = (True, False)
-    tall = [Config(64, n, 8, stages, descriptors=tma) for n, stages in ((64, 2), (32, 3)) for tma in both]
+    tall = [Config(64, n, 8, stages, boxes=tma) for n, stages in ((64, 2), (32, 3)) for tma in both]
     few = [
-        Config(16, n, warps, stages, descriptors=tma)
+        Config(16, n, warps, stages, boxes=tma)
         for n, warps, stages in ((32, 4, 2), (32, 4, 3), (32, 8, 3), (64, 8, 2), (16, 4, 3))
         for tma in both
     ]

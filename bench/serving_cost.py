@@ -39,7 +39,7 @@ from tilewise import cascade
 from tilewise import device as devices
 from tilewise.bench.machine import machine, versions
 from tilewise.fp8 import quantize_pages
-from tilewise.kv.quantised import append_quantised
+from tilewise.kv.quantised import QuantisedRows, append_quantised
 from tilewise.kv.writing import write_rows
 from tilewise.operands import Flags, Operands
 
@@ -103,7 +103,7 @@ def measure_append(device: str, dtype: torch.dtype) -> Iterator[Row]:
         def quantised(
             new: Tensor = new, codes: Tensor = codes, scales: Tensor = scales, slots: Tensor = ordered
         ) -> None:
-            append_quantised((new[0], new[1]), (codes[0], codes[1]), (scales[0], scales[1]), slots)
+            append_quantised(QuantisedRows._make([*new, *codes, *scales, slots]))
 
         mine, theirs, fp8 = (seconds(run, device) for run in (kernel, indexed, quantised))
         moved = 2 * new.numel() * new.element_size()

@@ -1,9 +1,9 @@
 """The tiles that tune_triton.py tries, by pass, head_dim and length, and how they are written down.
 
-`64x128w8s2TLh4r168`: BLOCK_M x BLOCK_N, warps, stages; then T loads whole tiles by TMA, L takes dP late, J joins the
-loops over masked and other tiles, B loads all tiles by TMA, Q holds the queries of the forward in registers, P lets K
-and V share a barrier, F takes dP first, S splits scores between warpgroups, h4 runs four heads at a time, r168 allows
-so many registers a thread. `A+B`: dK with tile A, dV with tile B.
+`64x128w8s2LJBh4r168`: BLOCK_M x BLOCK_N, warps, stages; then L takes dP late, J joins the loops over masked and other
+tiles, B loads tiles by TMA, Q holds the queries of the forward in registers, P lets K and V share a barrier, F takes dP
+first, S splits scores between warpgroups, h4 runs four heads at a time, r168 allows so many registers a thread. `A+B`:
+dK with tile A, dV with tile B.
 """
 
 from __future__ import annotations
@@ -22,25 +22,22 @@ TUNED: tuple[Pass, ...] = ("forward", "dkdv", "dq", *HIGHER)
 SHORT = 512
 
 LONG_TILES: dict[tuple[Pass, int], str] = {
-    ("forward", 64): "64x64w4s3 64x64w4s3BQr128 64x64w4s3T 64x64w4s4 64x128w4s2 64x128w4s2T 128x64w8s3T 128x128w8s2T",
-    (
-        "forward",
-        128,
-    ): """64x64w4s3 64x64w4s3BQ 64x64w4s3JBQ 64x32w4s3BQr168 64x64w4s3T 64x64w4s2 64x64w4s2T 128x64w8s2 128x64w8s3T
-        128x128w8s2T 64x128w4s2 64x128w4s2T""",
-    ("forward", 256): "128x64w8s2 128x64w8s2T 128x32w8s3 128x32w8s3T 64x32w4s2 64x32w4s2T 64x64w4s2",
-    ("dkdv", 64): "64x64w4s3TJ 64x64w4s2TJ 64x64w4s2J 64x64w4s2TLJ 64x64w4s3TLJ 32x64w4s3TJ 32x64w4s3J 64x128w8s2TJ",
+    ("forward", 64): "64x64w4s3 64x64w4s3BQr128 64x64w4s3B 64x64w4s4 64x128w4s2 64x128w4s2B 128x64w8s3B 128x128w8s2B",
+    ("forward", 128): """64x64w4s3 64x64w4s3BQ 64x64w4s3JBQ 64x32w4s3BQr168 64x64w4s3B 64x64w4s2 64x64w4s2B 128x64w8s2
+        128x64w8s3B 128x128w8s2B 64x128w4s2 64x128w4s2B""",
+    ("forward", 256): "128x64w8s2 128x64w8s2B 128x32w8s3 128x32w8s3B 64x32w4s2 64x32w4s2B 64x64w4s2",
+    ("dkdv", 64): "64x64w4s3JB 64x64w4s2JB 64x64w4s2J 64x64w4s2LJB 64x64w4s3LJB 32x64w4s3JB 32x64w4s3J 64x128w8s2JB",
     (
         "dkdv",
         128,
-    ): "64x64w4s2TJ 64x64w4s2TLJ 64x128w8s2TJ 32x64w4s3TJ 32x64w4s2TJ 64x64w4s2J 32x128w8s3TJ 64x128w8s2TLJ",
-    ("dkdv", 256): "32x64w8s2TJ 64x64w8s2TJ 64x64w8s2TLJ 64x64w8s2J 64x64w8s1J",
-    ("dq", 64): "128x64w8s2J 64x64w4s2J 64x64w4s3J 64x64w4s3TJ 64x64w4s2TJ 64x128w4s2TJ 128x64w4s3TJ 64x32w4s3TJ",
-    ("dq", 128): "128x64w8s3TJ 64x64w4s2TJ 64x64w4s2J 64x32w4s3TJ 64x32w4s3J 128x32w8s3TJ 128x64w8s2TJ",
-    ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2TJ 64x32w4s2J 64x32w4s2TJ 64x32w8s2TJ 128x64w8s1J",
+    ): "64x64w4s2JB 64x64w4s2LJB 64x128w8s2JB 32x64w4s3JB 32x64w4s2JB 64x64w4s2J 32x128w8s3JB 64x128w8s2LJB",
+    ("dkdv", 256): "32x64w8s2JB 64x64w8s2JB 64x64w8s2LJB 64x64w8s2J 64x64w8s1J",
+    ("dq", 64): "128x64w8s2J 64x64w4s2J 64x64w4s3J 64x64w4s3JB 64x64w4s2JB 64x128w4s2JB 128x64w4s3JB 64x32w4s3JB",
+    ("dq", 128): "128x64w8s3JB 64x64w4s2JB 64x64w4s2J 64x32w4s3JB 64x32w4s3J 128x32w8s3JB 128x64w8s2JB",
+    ("dq", 256): "64x32w8s1J 128x32w8s2J 128x32w8s2JB 64x32w4s2J 64x32w4s2JB 64x32w8s2JB 128x64w8s1J",
     ("dkdv", 512): """64x64w8s1JBFS+32x64w8s2JBS 32x64w8s1JBS+64x64w8s1JBS 32x64w8s1JBFS+32x64w8s1JBS
-        16x64w8s2JBS+16x64w8s3JBS 64x64w8s1JBF+32x64w8s2JB 64x64w8s1TJFS+32x64w8s2TJS 16x32w8s1""",
-    ("dq", 512): """64x64w8s1JBFS 64x32w8s1JBS 64x32w8s1JBFS 64x16w8s2JBS 64x64w8s1JBF 64x64w8s1TJFS 32x16w8s1""",
+        16x64w8s2JBS+16x64w8s3JBS 64x64w8s1JBF+32x64w8s2JB 16x32w8s1""",
+    ("dq", 512): "64x64w8s1JBFS 64x32w8s1JBS 64x32w8s1JBFS 64x16w8s2JBS 64x64w8s1JBF 32x16w8s1",
     ("tangent", 64): "64x64w4s2B 64x64w4s3B 128x64w8s2B 128x64w8s3B 64x128w4s2B 128x128w8s2B 64x64w4s2",
     ("tangent", 128): "128x64w8s2B 128x32w8s3B 128x32w8s2B 64x32w4s2B 64x32w4s3B 64x64w4s2B 128x64w8s2",
     (
@@ -57,20 +54,16 @@ LONG_TILES: dict[tuple[Pass, int], str] = {
     ("twice_dq", 128): "128x64w8s2B 128x32w8s2B 128x32w8s3B 64x32w4s2B 64x64w4s2B",
 }
 SHORT_TILES: dict[tuple[Pass, int], str] = {
-    ("forward", 64): """64x64w4s3BQr128 64x64w4s3BQh1r128 64x32w4s4JBPh1 64x64w4s3T 64x64w4s3
-        64x32w4s3T 128x64w8s2T""",
-    (
-        "forward",
-        128,
-    ): """64x32w4s3BQr168 64x32w4s3JBQh1r168 64x32w4s4JBQh1r168 64x64w4s3JBQ 64x64w4s3BQ 64x64w4s3 64x64w4s3T 64x32w4s3
-        64x32w4s3T 128x64w8s2""",
-    ("dkdv", 64): "64x64w4s3TJ 64x64w4s2TJ 32x64w4s3TJ 32x64w4s2J",
-    ("dkdv", 128): "64x64w4s2TJ 32x64w4s2J 32x64w4s2TJ 32x64w4s3TJ 64x128w8s2J",
-    ("dq", 64): "128x64w4s3TJ 64x64w4s3TJ 64x32w4s3TJ",
-    ("dq", 128): "128x64w8s3TJ 64x64w4s2J 64x64w4s2TJ 64x32w4s2J 64x32w4s3TJ",
+    ("forward", 64): "64x64w4s3BQr128 64x64w4s3BQh1r128 64x32w4s4JBPh1 64x64w4s3B 64x64w4s3 64x32w4s3B 128x64w8s2B",
+    ("forward", 128): """64x32w4s3BQr168 64x32w4s3JBQh1r168 64x32w4s4JBQh1r168 64x64w4s3JBQ 64x64w4s3BQ 64x64w4s3
+        64x64w4s3B 64x32w4s3 64x32w4s3B 128x64w8s2""",
+    ("dkdv", 64): "64x64w4s3JB 64x64w4s2JB 32x64w4s3JB 32x64w4s2J",
+    ("dkdv", 128): "64x64w4s2JB 32x64w4s2J 32x64w4s2JB 32x64w4s3JB 64x128w8s2J",
+    ("dq", 64): "128x64w4s3JB 64x64w4s3JB 64x32w4s3JB",
+    ("dq", 128): "128x64w8s3JB 64x64w4s2J 64x64w4s2JB 64x32w4s2J 64x32w4s3JB",
 }
 
-WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(T?)(L?)(J?)(B?)(Q?)(P?)(F?)(S?)(?:h(\d+))?(?:r(\d+))?")
+WRITTEN = re.compile(r"(\d+)x(\d+)w(\d+)s(\d+)(L?)(J?)(B?)(Q?)(P?)(F?)(S?)(?:h(\d+))?(?:r(\d+))?")
 
 
 def candidates(direction: Pass, head_dim: int, length: int) -> list[Config]:
@@ -87,15 +80,12 @@ def config_of(name: str) -> Config:
     found = WRITTEN.fullmatch(name)
     if found is None:
         raise ValueError(f"not a tile: {name!r}")
-    block_m, block_n, warps, stages, tma, late, joined, boxes, held, paired, first, split, heads, registers = (
-        found.groups()
-    )
+    block_m, block_n, warps, stages, late, joined, boxes, held, paired, first, split, heads, registers = found.groups()
     return Config(
         int(block_m),
         int(block_n),
         int(warps),
         int(stages),
-        descriptors=bool(tma),
         early_dp=not late,
         joined=bool(joined),
         boxes=bool(boxes),
@@ -111,7 +101,6 @@ def config_of(name: str) -> Config:
 def name_of(config: Config) -> str:
     """How a configuration is written down."""
     letters = {
-        "T": config.descriptors,
         "L": not config.early_dp,
         "J": config.joined,
         "B": config.boxes,

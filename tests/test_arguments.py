@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import pickle
 import re
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any, get_type_hints
 
 import pytest
@@ -15,7 +19,7 @@ import torch
 from typer.utils import get_params_from_function
 
 import tilewise as tw
-from tilewise import api, calls, dispatch, problem, schemas, validation
+from tilewise import api, bodies, calls, dispatch, problem, schemas, validation
 from tilewise import device as devices
 from tilewise.arguments import (
     ARGUMENTS,
@@ -40,7 +44,7 @@ from tilewise.cli import explain as cli
 from tilewise.integrations import flash_attn_interface, sdpa
 from tilewise.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from tilewise.integrations.flash_attn.cute import interface as cute
-from tilewise.operands import Flags, Operands, Options
+from tilewise.operands import Flags, Lengths, Operands, Options
 from tilewise.problem import FEATURES, PLAIN, AttentionProblem
 from tilewise.testing import Case, generation
 from tilewise.testing.implementations import arguments_of
@@ -155,11 +159,72 @@ def test_type_checkers_see_the_same_arguments() -> None:
     def fields(name: str) -> set[str]:
         return own.get(name, set()).union(*[fields(parent) for parent in parents.get(name, [])])
 
-    overloads = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.decorator_list]
-    assert {n.name for n in overloads} == set(CALLS)
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef)]
+    overloads = [n for n in functions if [ast.unparse(d) for d in n.decorator_list] == ["overload"]]
+    assert Counter(n.name for n in overloads) == dict.fromkeys(CALLS, 4)
     for node in overloads:
         keywords = re.findall(r"Unpack\[(\w+)\[", ast.unparse(node))
         assert set(taken_by(node.name)) == {a.arg for a in node.args.args} | fields(keywords[0])
+
+
+@pytest.mark.parametrize(("kind", "call"), KINDS.items())
+def test_bodies_are_written_as_they_are_compiled(kind: problem.Kind, call: str) -> None:
+    """But for the call's own arguments, and in the same lines, which tracebacks show."""
+    function = getattr(tw, call)
+    (written,) = [
+        n
+        for n in ast.parse(inspect.getsource(api)).body
+        if isinstance(n, ast.FunctionDef) and n.name == call and ast.unparse(n.decorator_list[0]) != "overload"
+    ]
+    assert [ast.unparse(d) for d in written.decorator_list] == [f"with_body({kind!r})"]
+    codes = compile(inspect.getsource(api), api.__file__, "exec").co_consts
+    (code,) = [c for c in codes if isinstance(c, CodeType) and c.co_name == call and "OWN_ARGUMENTS" in c.co_names]
+    (compiled,) = ast.parse(bodies.source(kind, call, code)).body
+    assert isinstance(compiled, ast.FunctionDef)
+    last = compiled.body[-1]
+    assert isinstance(last, ast.Return)
+    assert isinstance(last.value, ast.Call)
+    last.value.args[1:] = [ast.Starred(ast.Name("OWN_ARGUMENTS"))]
+    statements = written.body[1:]
+    assert [ast.unparse(n) for n in compiled.body] == [ast.unparse(n) for n in statements]
+    assert [n.lineno for n in compiled.body] == [n.lineno for n in statements]
+    # Signatures, sources and pickles are those of the function as it is written.
+    assert inspect.getsource(function).startswith("@with_body")
+    assert inspect.getdoc(function) is not None
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+@pytest.mark.parametrize("given", [{"unknown": 1}, {"causal": 1}])
+def test_tracebacks_show_the_calls_as_they_are_written(given: dict[str, int]) -> None:
+    with pytest.raises(tw.TilewiseError) as raised:
+        tw.attention(**base(DENSE), **given)  # type: ignore[call-overload]
+    frames = traceback.extract_tb(raised.tb)
+    assert (frames[1].filename, frames[1].name) == (api.__file__, "attention")
+    line = "raise validation.unexpected(attention, unknown)" if "unknown" in given else "return _attend("
+    assert str(frames[1].line).startswith(line)
+
+
+@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize(("kind", "call"), KINDS.items())
+def test_what_a_call_passes_on_has_the_name_of_what_it_was_given(
+    kind: problem.Kind, call: str, every: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether every argument is given, or only those that the call needs."""
+    passed: list[Any] = []
+    monkeypatch.setattr(api, "_attend", lambda *given: passed.append(given))
+    names = [name for name in taken_by(call) if every or call in ROWS[name].required]
+    given = {name: object() for name in names}
+    getattr(tw, call)(**given)
+    ((as_kind, operands, options, lengths, seed, out, shared_prefix),) = passed
+    assert (type(options), type(lengths)) == (Options, Lengths)
+    found = {**Operands(*operands)._asdict(), "seed": seed, "out": out, "shared_prefix": shared_prefix}
+    found |= {**dict(zip(Options._fields, options, strict=True)), **lengths._asdict()}
+    found |= {f"{name}_pages": found[name] for name in "kv"}
+    assert as_kind == kind
+    assert {name: found[name] for name in given} == given
+    defaults = {name: row.default for name, row in ROWS.items() if name not in given} | {"mask_seqlen_q": None}
+    others = set(found) - set(given) - (set("kv") if kind == "paged" else {"k_pages", "v_pages"})
+    assert {name: found[name] for name in others} == {name: defaults.get(name) for name in others}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -228,8 +293,6 @@ def test_every_operand_and_flag_comes_from_a_row() -> None:
         "shared_prefix", "return_lse", "device",
     ]  # fmt: skip
     assert Options._fields == tuple(OPTIONS)
-    # The calls append them to the others, which are part of the key of cached calls.
-    assert Options._fields[-2:] == ("max_seqlen_q", "max_seqlen_k")
     assert Flags._fields == tuple(FLAGS)
     assert DERIVED.split()[1] in FLAGS
     for kind, call in KINDS.items():

@@ -180,7 +180,7 @@ def test_transforms_see_every_call() -> None:
         want = torch.func.grad(lambda q: call(q, k, v).sum())(q)
     torch.testing.assert_close(want, torch.autograd.grad(call(q.requires_grad_(), k, v).sum(), q)[0])
     with FakeTensorMode() as mode:
-        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], ("dense", *Options())) == (None, None, None)
+        assert calls.slot_of([mode.from_tensor(t) for t in (q, k, v)], ("dense", *Options())) == calls.NOTHING
 
 
 def test_calls_with_e4m3_operands_are_told_apart_by_what_their_containers_say() -> None:

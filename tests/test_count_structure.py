@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import count_structure
+import tilewise.kv
 from count_structure import device_lines, host_over_device, is_device, measured, mentions, most_parameters, touched
 
 
@@ -56,6 +57,19 @@ def test_public_functions_are_not_counted_for_their_parameters(tmp_path: Path, m
     (tmp_path / "ops.py").write_text("def one(a, /, b, *, c): ...\n@gluon.jit\ndef kernel(a, b, c, d, e): ...\n")
     monkeypatch.setattr(count_structure, "SRC", tmp_path)
     assert most_parameters() == (3, "ops.py:one")
+
+
+def test_functions_that_are_called_public_are() -> None:
+    """Those beside the files and folders that hold nothing else."""
+    counted = {name for _, name in count_structure.host_functions()}
+    for prefix in count_structure.PUBLIC:
+        assert any(name.startswith(prefix) for name in counted), prefix
+    assert {"PagedKVCache", "append_rotated"} <= set(tilewise.kv.__all__)
+
+
+def test_parts_of_compiled_programs_are_device_code() -> None:
+    parts = "@kernel('iii')\ndef scores(e, a, b, c): ...\n@driver\ndef run(p): ...\n@functools.cache\ndef plan(): ...\n"
+    assert [is_device(node) for node in ast.parse(parts).body] == [True, True, False]
 
 
 def test_what_a_first_call_runs_through() -> None:

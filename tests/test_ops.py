@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
 from making import int32, prefix_of_all
-from tilewise import fp8, ops, schemas
+from tilewise import calls, derivatives, fp8, ops, schemas, validation
 from tilewise.operands import Flags, Operands
 from tilewise.problem import Kind
 
@@ -245,3 +245,115 @@ def test_gradients_that_memory_does_not_hold() -> None:
         found, expected = (torch.autograd.grad(out, q, dout, retain_graph=True)[0] for dout in (given, means))
         assert torch.equal(found, expected)
     assert not tw.attention(q, q, torch._efficientzerotensor(1, 2, 5, 8)).any()
+
+
+@pytest.fixture
+def no_plans() -> Iterator[None]:
+    """No call was seen before."""
+    calls.forget()
+    yield
+    calls.forget()
+
+
+def trained(call: Callable[..., tuple[Tensor, Tensor]], *leaves: Tensor) -> list[Tensor]:
+    """Results and gradients."""
+    out, lse = call(*leaves)
+    cotangents = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view(t.shape) for t in (out, lse)]
+    return [out, lse, *torch.autograd.grad((out, lse), leaves, cotangents)]
+
+
+@pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize("by_op", [True, False], ids=["op", "call"])
+def test_plans_for_some_head_dims_and_heads_serve_no_others(by_op: bool) -> None:
+    """Whatever was planned before, for its own sizes or for all; so do plans of the backward."""
+
+    def through_op(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return derivatives.call_op("dense", Operands(q, k, v), Flags(causal=True, needs_grad=True))
+
+    def called(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tw.attention(q, k, v, causal=True, return_lse=True)
+
+    sizes = [(2, 2, 16, 16), (2, 2, 8, 16), (2, 1, 16, 16), (4, 2, 16, 24), (2, 2, 32, 8), (2, 2, 16, 16)]
+    for rows in (5, 5, 9, 7):
+        for heads, kv, dim, dim_v in sizes:
+            q, k, v = randn(1, heads, rows, dim), randn(1, kv, rows, dim, seed=1), randn(1, kv, rows, dim_v, seed=2)
+            found = trained(through_op if by_op else called, q, k, v)
+            expected = trained(called, *[t.detach().double().requires_grad_() for t in (q, k, v)])
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b.float())
+
+
+@pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize("how", ["forward", "training", "out", "logits", "compiled", "compiled training"])
+def test_ops_with_new_lengths_are_not_validated_again(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tw.attention(q, k, v, causal=True)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    def run(rows: int) -> None:
+        q, k, v = (randn(1, 2, rows, 16, grad="training" in how, seed=i) for i in range(3))
+        operands, flags = Operands(q, k, v), Flags(causal=True, needs_grad="training" in how)
+        expected = attend(q, k, v)
+        if how == "out":
+            found = derivatives.call_more("dense", operands._replace(out=torch.empty_like(q)), flags)[0]
+        elif how == "logits":
+            found, _, logits = derivatives.call_more("dense", operands, flags._replace(max_logits=True))
+            assert torch.equal(logits, tw.attention(q, k, v, causal=True, return_max_logits=True)[1])
+        else:
+            found = compiled(q, k, v) if "compiled" in how else derivatives.call_op("dense", operands, flags)[0]
+        assert torch.equal(found, expected)
+        if q.requires_grad:
+            dout = randn(*q.shape, grad=False)
+            for a, b in zip(*[torch.autograd.grad(t, (q, k, v), dout) for t in (found, expected)], strict=True):
+                assert torch.equal(a, b)
+
+    for rows in (5, 17, 30, 33, 40):
+        run(rows)
+    for name in ("problem_of", "traced_problem"):
+        monkeypatch.setattr(validation, name, lambda *_: pytest.fail("validated"))
+    for rows in (18, 41, 60):
+        run(rows)
+
+
+@pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize("how", ["autocast", "list of sides", "dropout"])
+def test_calls_that_have_no_key_of_their_own_have_plans(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked up by what validation made of their arguments."""
+
+    def run(rows: int) -> None:
+        q, k, v = (randn(1, 2, rows, 16, grad=False, seed=i) for i in range(3))
+        if how == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                made = tw.attention(q, k, v)
+            expected = tw.attention(*[t.bfloat16() for t in (q, k, v)])
+        elif how == "dropout":
+            made = tw.attention(q, k, v, dropout=0.5, seed=rows)
+            expected = tw.attention(q, k, v, dropout=0.5, seed=torch.tensor([rows]))
+            assert not torch.equal(made, tw.attention(q, k, v, dropout=0.5, seed=rows + 1))
+        else:
+            sides: Any = [3, 4]
+            made = tw.attention(q, k, v, window=sides)
+            expected = tw.attention(q, k, v, window=(3, 4))
+        assert torch.equal(made, expected)
+
+    for rows in (15, 17, 30):
+        run(rows)
+    for name in ("problem_of", "traced_problem"):
+        monkeypatch.setattr(validation, name, lambda *_: pytest.fail("validated"))
+    for rows in (16, 30, 45):
+        run(rows)
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_ops_read_lengths_on_a_cpu_every_time() -> None:
+    q, k, v = (randn(9, 2, 8, grad=False, seed=i) for i in range(3))
+    for totals in ([0, 4, 9], [0, 5, 9], [0, 5, 9], [0, 9, 9]):
+        cu = int32(*totals)
+        out, _ = derivatives.call_op("varlen", Operands(q, k, v, cu, cu), Flags())
+        assert torch.equal(out, tw.attention_varlen(q, k, v, cu, cu))
+    for totals in ([0, 4, 10], [0, 5, 4], [1, 4, 9]):
+        with pytest.raises(tw.InvalidProblem, match="cu_seqlens_q"):
+            derivatives.call_op("varlen", Operands(q, k, v, int32(*totals), int32(*totals)), Flags())

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 SRC = Path(__file__).parent.parent / "src" / "tilewise"
 GPU_BACKENDS = ("gpu", "triton", "hopper")
-# Decorators whose functions a compiler turns into device code.
-DEVICE = ("triton.jit", "gluon.jit", "jit")
+# Decorators whose functions a compiler turns into device code: Triton's, and those of the CPU's programs.
+DEVICE = ("triton.jit", "gluon.jit", "jit", "kernel", "driver")
 
 
 class Row(NamedTuple):
@@ -82,7 +82,7 @@ def host_functions() -> Iterator[tuple[int, str]]:
 # Functions whose parameters people write: public calls and commands, and drop-ins for the functions of others.
 PUBLIC = (
     "api.py", "plan/planning.py:explain", "cli/", "integrations/", "nn/multihead.py", "distributed/attention.py",
-    "distributed/decoding.py",
+    "distributed/decoding.py", "kv/cache.py", "kv/rotated.py:append_rotated",
 )  # fmt: skip
 
 

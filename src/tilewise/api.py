@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from tilewise import calls, cascade, derivatives, dispatch, ops, sharded, tracing, validation
+from tilewise.bodies import OWN_ARGUMENTS, with_body
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.memory import check_allocated
 from tilewise.numerics import merge_partials
-from tilewise.operands import Operands, Options, Wanted, Window
+from tilewise.operands import ATTENDED, LENGTHS, Lengths, Operands, Options, Wanted, Window
 from tilewise.problem import Kind
 from tilewise.tile_masks import TileMask
 
@@ -70,11 +71,10 @@ if TYPE_CHECKING:
 
 # q, k and v may be tensors, or e4m3 data (of pages also int8) with its scales.
 Attended = Tensor | Fp8Tensor
-# The index tensors (the operands between v and bias) of a call that has none.
-NO_INDICES = (None,) * Operands._fields.index("bias")
-MASK = Operands._fields.index("mask")
+MASK, SEED = Operands._fields.index("mask"), Operands._fields.index("seed")
 NOTHING = (None,) * Operands._fields.index("out")
-DROPOUT, WINDOW = Options._fields.index("dropout"), Options._fields.index("window")
+# For the bodies that are compiled: makes a named tuple of a tuple, without a Python call.
+_record = tuple.__new__
 
 
 @overload
@@ -87,6 +87,7 @@ def attention(q: Attended, k: Attended, v: Attended, **flags: Unpack[Dense[No, Y
 def attention(
     q: Attended, k: Attended, v: Attended, **flags: Unpack[Dense[Yes, Yes]]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+@with_body("dense")
 def attention(
     q: Attended,
     k: Attended,
@@ -140,10 +141,7 @@ def attention(
     """
     if unknown:
         raise validation.unexpected(attention, unknown)
-    options = (
-        causal, window, softcap, scale, dropout, layout, deterministic, backend, return_lse, return_max_logits,
-    )  # fmt: skip
-    return _attend("dense", (q, k, v), (bias, mask, alibi_slopes, sinks), options, seed, out)
+    return _attend("dense", *OWN_ARGUMENTS)
 
 
 @overload
@@ -162,6 +160,7 @@ def attention_varlen(
 def attention_varlen(
     q: Attended, k: Attended, v: Attended, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **flags: Unpack[Varlen[Yes, Yes]]
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+@with_body("varlen")
 def attention_varlen(
     q: Attended,
     k: Attended,
@@ -202,11 +201,7 @@ def attention_varlen(
     """
     if unknown:
         raise validation.unexpected(attention_varlen, unknown)
-    options = (
-        causal, window, softcap, scale, dropout, "bhsd", deterministic, backend, return_lse, return_max_logits,
-    )  # fmt: skip
-    given, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k, None, None)
-    return _attend("varlen", given, (bias, mask, alibi_slopes, sinks), options, seed, out, lengths)
+    return _attend("varlen", *OWN_ARGUMENTS)
 
 
 @overload
@@ -245,6 +240,7 @@ def attention_paged(
     seqlens_k: Tensor,
     **flags: Unpack[Paged[Yes, Yes]],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+@with_body("paged")
 def attention_paged(
     q: Attended,
     k_pages: Attended,
@@ -286,69 +282,62 @@ def attention_paged(
     """
     if unknown:
         raise validation.unexpected(attention_paged, unknown)
-    options = (
-        causal, window, softcap, scale, 0.0, "bhsd", deterministic, backend, return_lse, return_max_logits,
-    )  # fmt: skip
-    given = (q, k_pages, v_pages, cu_seqlens_q, None, block_table, seqlens_k)
-    lengths = calls.NO_LENGTHS if max_seqlen_q is None else (max_seqlen_q, None, None, None)
-    return _attend("paged", given, (bias, mask, alibi_slopes, sinks), options, None, out, lengths, shared_prefix)
+    return _attend("paged", *OWN_ARGUMENTS)
 
 
 def _attend(
     kind: Kind,
-    given: tuple[Any, ...],
-    scores: tuple[Any, Any, Any, Any],
-    given_options: tuple[Any, ...],
+    operands: tuple[Any, ...],
+    options: Options,
+    lengths: Lengths,
     seed: int | Tensor | None,
     out: Tensor | None,
-    lengths: calls.Lengths = calls.NO_LENGTHS,
-    shared_prefix: Any = None,
+    shared_prefix: Any,
 ) -> calls.Result:
     """Common path of the three calls: run the cached call if the signature is known, else validate and run.
 
-    `given` are the first operands in the order of `Operands`, `scores` are bias, mask, alibi_slopes and sinks,
-    `given_options` are in the order of `Options`, without the bounds on lengths, which are `lengths`.
+    `operands` are in the order of `Operands`, as the caller passes them; trailing Nones may be left out.
     """
-    bias, mask, alibi_slopes, sinks = scores
-    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
-        given = (*given, *NO_INDICES[len(given) :], *scores)
-    tensors: tuple[Any, ...] = given
+    tensors, groups = operands, None
     about: tuple[Any, ...] = ()
-    groups = None
-    if mask.__class__ is TileMask:
-        tensors = (*given[:MASK], None, *given[MASK + 1 :], *mask.parts)
+    dropout, unkept = options.dropout, seed
+    if len(operands) > MASK and (mask := operands[MASK]).__class__ is TileMask:
+        tensors = (*operands[:MASK], None, *operands[MASK + 1 :], *mask.parts)
         about = (mask.promises,)
-        lengths = (*lengths[:2], mask.seqlen_q, mask.seqlen_k)
-    if given[2].__class__ is Fp8Tensor:
+        lengths = lengths._replace(mask_seqlen_q=mask.seqlen_q, mask_seqlen_k=mask.seqlen_k)
+    if dropout.__class__ is float and dropout and calls.is_seeded(tensors, seed):
+        # The seed is a tensor like any other. Drawn here, it decides the bits of this call alone.
+        seed = validation.seed_tensor(seed, dropout)
+        tensors, dropout, unkept = (*tensors, *NOTHING[len(tensors) : SEED], seed), 0.0, None
+    if operands[2].__class__ is Fp8Tensor:
         tensors, scales = validation.split_scales(tensors)
         about += scales
     if out is not None:
         tensors = (*tensors, *NOTHING[len(tensors) :], out)
-    count, slot, places, sized = len(tensors), None, None, None
-    if shared_prefix.__class__ is cascade.SharedPrefix:
-        groups = shared_prefix[0]
+    count = len(tensors)
+    if shared_prefix is not None and shared_prefix.__class__ is cascade.SharedPrefix:
+        groups = shared_prefix.groups
         tensors += shared_prefix[1:]
+    slot = None
     if groups is not None or shared_prefix is None:
-        key = (kind, *given_options, *about)
-        dropout, window = given_options[DROPOUT], given_options[WINDOW]
-        slot, places, sized = calls.slot_of(tensors, key, dropout, window, seed, groups, lengths)
-    if slot is not None and slot.call is not None:
-        found: calls.Result = slot.call(tensors, places, sized, None, lengths)
-        return found
-    operands, options = Operands(*given)._replace(out=out), Options(*given_options, *lengths[:2])
-    if slot is None and sharded.is_dtensor(operands.q):
+        key = (kind, *options, *about)
+        slot, places, sized, bounds = calls.slot_of(tensors, key, dropout, options.window, unkept, groups, lengths)
+        if slot is not None and slot.call is not None:
+            found: calls.Result = slot.call(tensors, places, sized, None, bounds)
+            return found
+    given = Operands(*operands)._replace(out=out)
+    if slot is None and sharded.is_dtensor(given.q):
 
         def attend(parts: Operands, options: Options) -> calls.Result:
-            bounds = (options.max_seqlen_q, options.max_seqlen_k, None, None)
-            return _attend(kind, parts[:7], parts[7:11], options[:-2], seed, None, bounds, shared_prefix)
+            return _attend(kind, parts[:ATTENDED], options, lengths, seed, None, shared_prefix)
 
-        return sharded.attend(kind, attend, operands, options)
-    operands, flags = validation.checked(kind, operands, options, seed)
+        return sharded.attend(kind, attend, given, options)
+    given, flags = validation.checked(kind, given, options, lengths, seed)
     if shared_prefix is None:
-        return ops.result(kind, operands, flags, return_lse=options.return_lse, slot=slot)
-    made = cascade.attention(shared_prefix, operands, flags)
+        return ops.result(kind, given, flags, return_lse=options.return_lse, slot=slot)
+    made = cascade.attention(shared_prefix, given, flags)
     if slot is not None and not slot.is_tried:
-        slot.call = cascade.bound(shared_prefix, operands, flags, made[:2], count, return_lse=options.return_lse)
+        slot.call = cascade.bound(shared_prefix, given, flags, made[:2], count, return_lse=options.return_lse)
         slot.is_tried = True
     return ops.picked(*made, return_lse=options.return_lse)
 
@@ -361,9 +350,9 @@ def attention_after(
     `write` is called after validation and before the computation, so a call that raises has written nothing. Compilers
     trace validation: they see `write` and the attention as separate steps. `others` are the call's tensors and options.
     """
-    given, options = _sorted(attended, others)
+    given, options, lengths = _sorted(attended, others)
     derivatives.refuse_tangents([t for t in given if isinstance(t, Tensor)])
-    operands, flags = validation.checked(kind, given, options, cast=False, needs_grad=False)
+    operands, flags = validation.checked(kind, given, options, lengths, cast=False, needs_grad=False)
     q, k, v = operands[:3]
     query, key, value = validation.autocast_stand_ins(q, k, v)
     if key is k and value is v and not torch.compiler.is_compiling():
@@ -389,9 +378,9 @@ def attention_backward(
     wanted is an empty tensor. `others` are the tensors and options of the call.
     """
     dout, out, lse = saved
-    given, options = _sorted(attended, others)
+    given, options, lengths = _sorted(attended, others)
     validation.require_tensors(dout=dout, out=out, lse=lse)
-    operands, flags = validation.checked(kind, given, options, seed, cast=False, needs_grad=True)
+    operands, flags = validation.checked(kind, given, options, lengths, seed, cast=False, needs_grad=True)
     problem = validation.describe(kind, operands, flags)
     q = operands.q
     for name, tensor, expected, dtype in (
@@ -413,22 +402,23 @@ def refuse_rows(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, **others: A
     A cache that knows its keys only after writing calls this before it writes. Each call signature is checked once.
     """
     none = cu_seqlens[:1]
-    operands, options = _sorted((q[:0], k[:0], v[:0]), {"cu_seqlens_q": none, "cu_seqlens_k": none, **others})
-    options = options._replace(causal=True, max_seqlen_q=0, max_seqlen_k=0)
+    operands, options, _ = _sorted((q[:0], k[:0], v[:0]), {"cu_seqlens_q": none, "cu_seqlens_k": none, **others})
+    options, lengths = options._replace(causal=True), Lengths(max_seqlen_q=0, max_seqlen_k=0)
     slot, *_ = calls.slot_of(operands, ("refused", *options), window=options.window)
     if slot is not None and slot.is_tried:
         return
     query, key, value = validation.autocast_stand_ins(*operands[:3])
-    ops.refuse("varlen", *validation.checked("varlen", operands._replace(q=query, k=key, v=value), options))
+    ops.refuse("varlen", *validation.checked("varlen", operands._replace(q=query, k=key, v=value), options, lengths))
     if slot is not None:
         slot.is_tried = True
 
 
-def _sorted(attended: tuple[Any, Any, Any], others: Mapping[str, Any]) -> tuple[Operands, Options]:
-    """Splits keyword arguments into tensors and options."""
-    tensors = {name: value for name, value in others.items() if name not in Options._fields}
+def _sorted(attended: tuple[Any, Any, Any], others: Mapping[str, Any]) -> tuple[Operands, Options, Lengths]:
+    """Splits keyword arguments into tensors, options and bounds on lengths."""
     options = {name: value for name, value in others.items() if name in Options._fields}
-    return Operands(*attended, **tensors), Options(**options)
+    lengths = {name: value for name, value in others.items() if name in LENGTHS}
+    tensors = {name: value for name, value in others.items() if name not in options and name not in lengths}
+    return Operands(*attended, **tensors), Options(**options), Lengths(**lengths)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout: str = "bhsd") -> tuple[Tensor, Tensor]:

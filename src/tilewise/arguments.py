@@ -1,15 +1,16 @@
 """The table of arguments: one row for each public argument of the calls. See docs/adding-a-feature.md.
 
-Made from it at import: the `torch.library` schemas, the options and flags, their rules, the fields of a problem that
-are numbers, the options of the command line, the names of other libraries, and what test cases pass and vary. The
-public functions are written out, for people and type checkers; tests/test_arguments.py holds them to the table.
+Made from it at import: what the public functions pass on, the `torch.library` schemas, the options and flags, their
+rules, the fields of a problem that are numbers, the options of the command line, the names of other libraries, and what
+test cases pass and vary. Signatures are written out, for people and type checkers; tests/test_arguments.py holds them
+to the table.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -55,15 +56,6 @@ _LONGEST = Rule(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """The numbers and switches that have one name and one type in options, flags, problems and test cases."""
-
-    causal: bool = False
-    softcap: float | None = None
-    dropout: float = 0.0
-
-
 # The public functions that compute, and what plans them.
 DENSE, VARLEN, PAGED, EXPLAIN = "attention", "attention_varlen", "attention_paged", "explain"
 CALLS = (DENSE, VARLEN, PAGED)
@@ -76,8 +68,8 @@ class Argument(NamedTuple):
     """A row. `calls` are the functions that take the argument, and `required` those that need it.
 
     Where it lands: `operands` are the tensors it becomes, `flags` the flags, in torch.library's schema syntax. An
-    argument without operands is an option: a number, a switch or a name, which `rule` checks. One that `is_factor`
-    multiplies or bounds scores, so fp32 must hold it.
+    argument without operands is an option: a number, a switch or a name, which `rule` checks; or it bounds lengths, and
+    is a size. One that `is_factor` multiplies or bounds scores, so fp32 must hold it.
 
     `foreign` are the names of other libraries, each with what to write here instead ("": this name and =). `elsewhere`
     ends the error of a call that does not take the argument. `cli` is the help text of `tilewise explain`'s option.
@@ -99,8 +91,8 @@ class Argument(NamedTuple):
 
     @property
     def is_option(self) -> bool:
-        """Whether it is a number, a switch or a name, which tensors have no part in."""
-        return bool(self.flags or self.rule) and not self.operands
+        """Whether it is a number, a switch or a name, which tensors and sizes have no part in."""
+        return bool(self.flags or self.rule) and not self.operands and self.rule is not _LONGEST
 
 
 def _tensor(name: str, *, beside: tuple[str, ...] = (), **row: Any) -> Argument:
@@ -111,6 +103,62 @@ def _tensor(name: str, *, beside: tuple[str, ...] = (), **row: Any) -> Argument:
 _PAGES = "seqlens_k= of attention_paged"
 _SERVING = ": pages are for serving and have no dropout"
 _DESCALE = "{0}=, a tilewise.fp8.Fp8Tensor, which holds its scales"
+
+# How torch.library's schemas call the types of flags.
+_SCHEMA_TYPES = {"bool": "bool", "float": "float", "float | None": "float?"}
+
+
+def _shared(default: Any, **row: Any) -> Any:
+    return field(default=default, metadata=row)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """The numbers and switches that have one name and one type in options, flags, problems and test cases: the field of
+    each is also its row.
+    """
+
+    causal: bool = _shared(
+        False,
+        rule=_BOOL,
+        foreign={
+            "is_causal": "causal=; where q and k differ in length, SDPA aligns to the upper left corner and causal= to "
+            "the lower right one (tilewise.integrations.sdpa keeps SDPA's)"
+        },
+        cli="Keys after a query are hidden.",
+        tried=True,
+    )
+    softcap: float | None = _shared(
+        None,
+        rule=Rule(
+            lambda x: x is None or (_is_number(x) and x > 0),
+            "None or a finite number > 0",
+            "Leave softcap=None to switch it off.",
+        ),
+        is_factor=True,
+        foreign=dict.fromkeys(("logits_soft_cap", "logit_cap", "soft_cap", "softcapping"), ""),
+        cli="Scores become c * tanh(s / c).",
+        tried=1.5,
+    )
+    dropout: float = _shared(
+        0.0,
+        calls=(DENSE, VARLEN, EXPLAIN),
+        rule=Rule(
+            lambda x: _is_number(x) and 0 <= x < 1,
+            "a probability in [0, 1)",
+            "dropout is the share of probabilities to drop; 0.0 switches it off.",
+        ),
+        foreign={"dropout_p": "", "p": ""},
+        elsewhere=_SERVING,
+        cli="Share of probabilities dropped.",
+        tried=0.3,
+    )
+
+
+_SHARED = [
+    Argument(name=f.name, default=f.default, flags=f"{_SCHEMA_TYPES[str(f.type)]} {f.name}", **f.metadata)
+    for f in fields(Shared)
+]
 
 ARGUMENTS: tuple[Argument, ...] = (
     # q, k and v of 8 bits come with their scales, in an Fp8Tensor.
@@ -173,18 +221,7 @@ ARGUMENTS: tuple[Argument, ...] = (
         foreign=dict.fromkeys(("cache_seqlens", "seqused_k", "seq_lens", "context_lens"), _PAGES),
     ),
     Argument(name="shared_prefix", calls=(PAGED, EXPLAIN)),
-    Argument(
-        name="causal",
-        default=False,
-        flags="bool causal",
-        rule=_BOOL,
-        foreign={
-            "is_causal": "causal=; where q and k differ in length, SDPA aligns to the upper left corner and causal= to "
-            "the lower right one (tilewise.integrations.sdpa keeps SDPA's)"
-        },
-        cli="Keys after a query are hidden.",
-        tried=True,
-    ),
+    *_SHARED,
     Argument(
         name="window",
         flags="SymInt? window_left, SymInt? window_right",
@@ -221,19 +258,6 @@ ARGUMENTS: tuple[Argument, ...] = (
         },
     ),
     _tensor("alibi_slopes"),
-    Argument(
-        name="softcap",
-        flags="float? softcap",
-        rule=Rule(
-            lambda x: x is None or (_is_number(x) and x > 0),
-            "None or a finite number > 0",
-            "Leave softcap=None to switch it off.",
-        ),
-        is_factor=True,
-        foreign=dict.fromkeys(("logits_soft_cap", "logit_cap", "soft_cap", "softcapping"), ""),
-        cli="Scores become c * tanh(s / c).",
-        tried=1.5,
-    ),
     _tensor("sinks", foreign=dict.fromkeys(("s_aux", "sink", "learnable_sink", "attention_sink"), "")),
     Argument(
         name="scale",
@@ -246,21 +270,6 @@ ARGUMENTS: tuple[Argument, ...] = (
         is_factor=True,
         foreign=dict.fromkeys(("softmax_scale", "sm_scale", "scaling"), ""),
         tried=0.37,
-    ),
-    Argument(
-        name="dropout",
-        calls=(DENSE, VARLEN, EXPLAIN),
-        default=0.0,
-        flags="float dropout",
-        rule=Rule(
-            lambda x: _is_number(x) and 0 <= x < 1,
-            "a probability in [0, 1)",
-            "dropout is the share of probabilities to drop; 0.0 switches it off.",
-        ),
-        foreign={"dropout_p": "", "p": ""},
-        elsewhere=_SERVING,
-        cli="Share of probabilities dropped.",
-        tried=0.3,
     ),
     _tensor(
         "seed",

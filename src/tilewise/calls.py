@@ -15,7 +15,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from torch.utils._device import DeviceContext
 
 from tilewise import device, settings
 from tilewise.memory import LOWEST, are_there
+from tilewise.operands import NO_LENGTHS
+from tilewise.operands import Lengths as Lengths
 
 # Bounds host memory: a cached call takes a few KiB, more with bound passes. Argument buffers for further addresses are
 # bounded for all calls together (backends/gpu/launching.py).
@@ -42,16 +44,13 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # noqa: SLF001
 _is_deterministic = torch._C._get_deterministic_algorithms  # noqa: SLF001
 _address = Tensor.data_ptr
 
-# The bounds on lengths that a caller passes, in the order of `operands.LENGTHS`: sizes that no tensor has.
-Lengths = tuple[int | None, ...]
-NO_LENGTHS: Lengths = (None, None, None, None)
-
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 # Addresses of tensors.
 Places = tuple[int, ...]
-# Result of `slot_of`: where the call is cached, the addresses of its tensors, and what its plan needs for their sizes.
-Found = tuple["Slot | None", Places | None, Any]
-NOTHING: Found = (None, None, None)
+# Result of `slot_of`: where the call is cached, the addresses of its tensors, what its plan needs for their sizes, and
+# the bounds on its lengths: those that the caller left open may have been read from index tensors.
+Found = tuple["Slot | None", Places | None, Any, Lengths]
+NOTHING: Found = (None, None, None, NO_LENGTHS)
 
 
 class Signature:
@@ -83,30 +82,26 @@ class Signature:
         sizes: list[list[int | None]] = [list(present[i].shape) for i in distinct]
         strides: list[list[int | None]] = [list(present[i].stride()) for i in distinct]
         # None where all are open.
-        self._offsets: list[int] | None = None
-        if is_open is None:
-            self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present]
-        else:
+        self._offsets = [tensor.data_ptr() % ALIGNMENT for tensor in present] if is_open is None else None
+        if is_open is not None:
             opened = [is_open[places[i]] for i in distinct]
             sizes = [
                 [None if free else n for n, free in zip(s, o, strict=True)] for s, o in zip(sizes, opened, strict=True)
             ]
             strides = [[None] * len(each) for each in strides]
         self._latent = _is_latent([tensor.data_ptr() for tensor in present])
-        # Those with elements, which have an address; None if all have some, or none has, or another call may differ.
+        # Those with elements, which have an address; None if all have some, or none has.
         filled = [i for i, tensor in enumerate(present) if tensor.numel()]
-        self._filled = _picker(filled) if is_open is None and 0 < len(filled) < len(present) else None
+        self._filled = _picker(filled) if 0 < len(filled) < len(present) else None
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._check = guards.TensorGuards(
             *[present[i] for i in distinct], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
         ).check
 
-    def present(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """The tensors that are not None, which are the same in every call."""
-        return tensors if self._absent is None else self._present(tensors)
-
-    def places(self, tensors: Sequence[Any]) -> Places | None:
-        """The addresses of the tensors that are not None if the signature matches, else None."""
+    def matched(self, tensors: Sequence[Any]) -> Any:
+        """None if the signature does not match. Else the addresses of the tensors that are not None, or, where sizes
+        are open, these tensors: their plan reads the rest.
+        """
         if len(tensors) != self.count:
             return None
         if self._absent is not None:
@@ -126,13 +121,13 @@ class Signature:
                 return None
         if not self._check(*distinct):
             return None
+        if self._offsets is None:
+            return tensors
         places = tuple(map(_address, tensors))
         # If storage was freed, the call is validated, which names the tensor. Compared here to save a Python call.
         filled = places if self._filled is None else self._filled(places)
         if min(filled) < LOWEST and not are_there(tensors, places):
             return None
-        if self._offsets is None:
-            return places
         if len(places) > 2 and (places[1] == places[2]) is not self._latent:
             return None
         return places if [place % ALIGNMENT for place in places] == self._offsets else None
@@ -162,66 +157,67 @@ class Slot:
     is_tried: bool = False
 
 
-class Again(NamedTuple):
-    """The sizes that the last two calls of a form had: what their plan needs is not computed once more."""
+# Computes what a plan needs for the sizes of tensors (those that are not None) and lengths. None if the plan does not
+# apply to them.
+Measure = Callable[[Sequence[Any], Lengths], Any]
 
-    signature: Signature
-    lengths: Lengths
-    plan: Any
-    sized: Any
+
+class Contents(Protocol):
+    """The contents of index tensors, which decide whether a call is valid, and on its sizes."""
+
+    def bounds(self, tensors: Sequence[Any], given: Lengths, /) -> Lengths | None:
+        """The bounds on lengths, given those that the caller passed. None if the contents are not valid."""
 
 
 class Form:
-    """Calls that differ in sizes and addresses alone, and their plans (tilewise.symbolic)."""
+    """Calls that differ in sizes and addresses alone, and their plans (tilewise.native)."""
 
-    __slots__ = ("_again", "_keeps", "_last", "_plans", "_signature")
+    __slots__ = ("_contents", "_missed", "_plans", "_signature")
 
     def __init__(
-        self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]], *, keeps: bool = True
+        self, tensors: Sequence[Tensor | None], is_open: Sequence[Sequence[bool]], contents: Contents | None = None
     ) -> None:
-        """`keeps` False: plans are asked in every call, because they compare addresses."""
-        self._keeps = keeps
+        """`contents` are looked at in every call, if that is needed."""
+        self._contents = contents
+        # Calls without a plan since one was added.
+        self._missed = 0
         self._signature = Signature(tensors, is_open)
-        self._plans: list[tuple[Callable[..., Any], Any]] = []
-        self._again: Again | None = None
-        self._last: Any = None
+        self._plans: list[tuple[Measure, Any]] = []
 
-    def add(self, measure: Callable[..., Any], plan: Any) -> None:
-        """A plan, and the function that computes what it needs from tensors and lengths, or None. The record that it
-        returns has a method `kept`, for sizes that come again.
+    def add(self, measure: Measure, plan: Any) -> None:
+        """A plan, and the function that computes what it needs."""
+        self._plans, self._missed = [(measure, plan), *self._plans[: MAX_PLANS - 1]], 0
+
+    def is_due(self) -> bool:
+        """Whether to try to make a plan for a call that has none, which takes a millisecond and may fail: for the
+        first one since a plan was added, the second, the fourth, the eighth and so on.
         """
-        self._plans = [(measure, plan), *self._plans[: MAX_PLANS - 1]]
+        self._missed += 1
+        return self._missed & (self._missed - 1) == 0
 
     def takes(self, tensors: Sequence[Any]) -> bool:
         """Whether such a call is of this form."""
-        return self._signature.places(tensors) is not None
+        return self._signature.matched(tensors) is not None
 
-    def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, Places, Any] | None:
-        """(plan, addresses, what the plan needs for these sizes) of a call, or None."""
-        again = self._again
-        if again is not None and again.lengths == lengths:
-            places = again.signature.places(tensors)
-            if places is not None:
-                return again.plan, places, again.sized
-        places = self._signature.places(tensors)
-        if places is None:
+    def find(self, tensors: Sequence[Any], lengths: Lengths) -> tuple[Any, None, Any, Lengths] | None:
+        """(plan, no addresses, what the plan needs for these sizes, bounds on lengths) of a call, or None."""
+        if not self._plans:
             return None
-        present = self._signature.present(tensors)
+        present = self._signature.matched(tensors)
+        if present is None:
+            return None
+        if self._contents is not None:
+            bounds = self._contents.bounds(tensors, lengths)
+            if bounds is None:
+                return None
+            lengths = bounds
         for known in self._plans:
             measure, plan = known
-            try:
-                sized = measure(*present, *lengths)
-            except ArithmeticError:  # before the comparison that refuses these sizes
-                continue
+            sized = measure(present, lengths)
             if sized is not None:
                 if known is not self._plans[0]:  # the next call most often uses it, too
                     self._plans = [known, *[other for other in self._plans if other is not known]]
-                if self._keeps and sized == self._last:
-                    sized = sized.kept()
-                    self._again = Again(Signature(tensors), lengths, plan, sized)
-                else:
-                    self._last = sized
-                return plan, places, sized
+                return plan, None, sized, lengths
         return None
 
 
@@ -252,6 +248,15 @@ def _is_wrapped(tensor: Tensor) -> bool:
     """By torch.func, or by the legacy vmap behind `is_grads_batched=True`."""
     functorch = torch._C._functorch  # noqa: SLF001
     return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+def is_seeded(tensors: Sequence[Any], seed: Any) -> bool:
+    """Whether the seed of a call with dropout may be made before the call is looked up: nothing but autograd sees it.
+    Of e4m3 operands, scales would follow the seed.
+    """
+    if torch.compiler.is_compiling() or seed.__class__ not in (int, Tensor, type(None)):
+        return False
+    return tensors[0].__class__ in PLAIN and tensors[2].__class__ in PLAIN and not is_watched()
 
 
 def is_watched() -> bool:
@@ -286,7 +291,7 @@ def slot_of(
     """The slot of a call and the addresses of its tensors that are not None, or NOTHING for a call that is not cached.
 
     `tensors` are in the order of `Operands`, without trailing Nones; `key` is the rest of the signature. `dropout`,
-    `window` and `seed` are inspected: a call with dropout depends on a random seed and is not cached. `groups`, the
+    `window` and `seed` are inspected: with dropout, a call is cached if its seed is one of the tensors. `groups`, the
     numbers of a shared prefix, change every step, so they are kept out of the flags' key, where they would evict other
     calls. Arguments may be of any type: what cannot be hashed is not cached.
     """
@@ -315,7 +320,7 @@ def slot_of(
             device.override(),
             # The cost rule for shared prefixes depends on the number of threads.
             None if groups is None else torch.get_num_threads(),
-            None if lengths is NO_LENGTHS else tuple([length is None for length in lengths]),
+            None if lengths is NO_LENGTHS else _are_open(*lengths),
             *key,
         )
         last = family.last
@@ -329,13 +334,18 @@ def slot_of(
                 if found is not None:
                     return found
         if last is not None and last.signature is not None and (last.groups is groups or last.groups == groups):
-            places = last.signature.places(tensors)
+            places = last.signature.matched(tensors)
             if places is not None and last.lengths == lengths:
-                return last, places, None
+                return last, places, None, lengths
         return NOTHING if is_watched() else _looked_up(family, tensors, groups, lengths)
     # Unhashable flags, tensors without strides or storage, or no tensors at all: validated on every call.
     except (TypeError, RuntimeError, AttributeError):
         return NOTHING
+
+
+def _are_open(q: Any, k: Any, mask_q: Any, mask_k: Any) -> tuple[bool, ...]:
+    """Which lengths have no bound. Written out, because a call with bounds asks every time."""
+    return q is None, k is None, mask_q is None, mask_k is None
 
 
 def _are_plain(groups: Any) -> bool:
@@ -359,10 +369,10 @@ def _looked_up(family: Family, tensors: Sequence[Any], groups: Any, lengths: Len
         return NOTHING
     slot = _slot(family, groups, lengths, _is_latent(places), *looks)
     # Rebuilt where the guards reject tensors with an equal key: autocast, inference mode, or other tensors repeated.
-    if slot.signature is None or slot.signature.places(tensors) is None:
+    if slot.signature is None or slot.signature.matched(tensors) is None:
         slot.signature = Signature(tensors)
     family.last = slot
-    return slot, tuple(places), None
+    return slot, tuple(places), None, lengths
 
 
 def _is_cast(tensors: Sequence[Any]) -> bool:
@@ -390,14 +400,18 @@ def _slot(family: Family, groups: Any, lengths: Lengths, *looks: Any) -> Slot:
 
 
 def form_of(
-    forms: list[Form], tensors: Sequence[Any], is_open: Sequence[Sequence[bool]], *, keeps: bool = True
+    forms: list[Form],
+    tensors: Sequence[Any],
+    is_open: Sequence[Sequence[bool]],
+    contents: Callable[[], Contents] | None = None,
 ) -> Form:
-    """The form of some tensors among others; a new one if there is none."""
+    """The form of some tensors among others; a new one if there is none, which looks at `contents()`."""
     for form in forms:
         if form.takes(tensors):
             return form
-    forms[:] = [Form(tensors, is_open, keeps=keeps), *forms[: MAX_FORMS - 1]]
-    return forms[0]
+    new = Form(tensors, is_open, None if contents is None else contents())
+    forms[:] = [new, *forms[: MAX_FORMS - 1]]
+    return new
 
 
 def forget() -> None:

@@ -322,7 +322,7 @@ class _Shared:
         shared, operands = self._sorted(tensors)
         _check_contents(shared, len(operands.q))
         _check_lengths(shared, operands)
-        validation.check_contents(self._problem, _prefix(shared, operands, self._flags)[0], self._flags)
+        validation.check_contents(_prefix(shared, operands, self._flags)[0], self._flags)
 
     def _sorted(self, tensors: Sequence[Any]) -> tuple[SharedPrefix, Operands]:
         return SharedPrefix(self._groups, *tensors[self._count :]), Operands(*tensors[: self._count])

@@ -546,10 +546,18 @@ def register(library: torch.library.Library, kind: Kind) -> None:
     known = "Tensor? out, Tensor? lse"
     define(library, f"{kind}_tangent", f"({known}, {given}) -> ({results})", _tangent, _tangent_fake, kind)
     define(library, f"{kind}_twice", f"({saved}, {given}) -> ({gradients})", _twice, _twice_fake, kind)
-    for suffix in LATE:
-        # What torch.library.register_autograd makes of a derivative, which takes long, is made when the op is called.
-        late = functools.partial(_differentiable, kind, suffix)
-        library.impl(f"{kind}{suffix}", late, "Autograd", with_keyset=True)
+    for suffix, (save, pull) in LATE.items():
+        differentiate(library, kind, suffix, save, pull)
+
+
+def differentiate(
+    library: torch.library.Library, kind: Kind, suffix: str, save: Callable[..., None] | None, pull: Callable[..., Any]
+) -> None:
+    """Give an op a derivative: what it saves for it, and the derivative. What torch.library.register_autograd makes of
+    one, which takes long, is made when the op is called.
+    """
+    late = functools.partial(_differentiable, kind, suffix, save, pull)
+    library.impl(f"{kind}{suffix}", late, "Autograd", with_keyset=True)
 
 
 def define(
@@ -582,13 +590,14 @@ def _completed(kind: Kind, suffix: str) -> bool:
     return True
 
 
-def _differentiable(kind: Kind, suffix: str, *args: Any, **more: Any) -> Any:
-    return _with_derivative(kind, suffix)(*args, **more)
+def _differentiable(kind: Kind, suffix: str, save: Any, pull: Any, *args: Any, **more: Any) -> Any:
+    return _with_derivative(kind, suffix, save, pull)(*args, **more)
 
 
 @functools.cache
-def _with_derivative(kind: Kind, suffix: str) -> Callable[..., Any]:
-    save, pull = LATE[suffix]
+def _with_derivative(
+    kind: Kind, suffix: str, save: Callable[..., None] | None, pull: Callable[..., Any]
+) -> Callable[..., Any]:
     setup = None if save is None else functools.partial(save, kind)
     rules: Any = torch._library.autograd  # noqa: SLF001
     op = getattr(torch.ops.tilewise, f"{kind}{suffix}").default

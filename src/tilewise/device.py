@@ -102,6 +102,8 @@ DEVICES: dict[str, DeviceSpec] = {
 Function = TypeVar("Function", bound=Callable[..., object])
 
 _override: contextvars.ContextVar[DeviceSpec | None] = contextvars.ContextVar("tilewise_device", default=None)
+# The device spec that replaces all others in this context, if any. Every call asks: no Python function in between.
+override = _override.get
 
 
 def named(name: str) -> DeviceSpec:
@@ -134,11 +136,6 @@ def of(device: torch.device) -> DeviceSpec:
     if device.type == "meta" and torch.cuda.is_available():
         return _cuda(torch.cuda.current_device())
     return this_cpu() if device.type in ("cpu", "meta") else _unknown(device.type)
-
-
-def override() -> DeviceSpec | None:
-    """The device spec that replaces all others in this context, if any."""
-    return _override.get()
 
 
 @contextlib.contextmanager

@@ -1,13 +1,10 @@
-"""Which bytes tensors have and share, what small ones hold, and which were written."""
+"""Which bytes tensors have and share, and which were written."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,38 +16,6 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]
 # The address of a view of freed storage is its offset in bytes, which is below this. Few allocators return such low
 # addresses; of those that do, storages are looked at in every call.
 LOWEST = 2**38
-
-
-class Reader:
-    """The contents of CPU tensors of one shape, strides and dtype, as bytes.
-
-    The view of the last address is kept: making one takes ten times as long as copying a few numbers. It keeps no
-    memory alive, and is read only for a tensor that lies there.
-    """
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last: tuple[int, Any] | None = None
-
-    def read(self, tensor: Tensor, columns: int | None = None) -> bytes:
-        """All of it, or the first columns of a matrix."""
-        place, last = tensor.data_ptr(), self._last
-        if not place:  # no elements
-            return b""
-        if last is None or last[0] != place:
-            self._last = last = place, _view(tensor)
-        view = last[1] if columns is None else last[1][:, :columns]
-        contents: bytes = view.tobytes()
-        return contents
-
-
-def _view(tensor: Tensor) -> Any:
-    """An array over the memory of a CPU tensor, which it does not own."""
-    size = tensor.element_size()
-    strides = tuple([size * stride for stride in tensor.stride()])
-    memory = {"data": (tensor.data_ptr(), True), "shape": tuple(tensor.shape), "strides": strides}
-    return np.asarray(SimpleNamespace(__array_interface__=memory | {"typestr": f"|V{size}", "version": 3}))
 
 
 def touch(*tensors: Tensor) -> None:

@@ -50,8 +50,24 @@ class Operands(NamedTuple):
     max_logits: Tensor | None = None
 
 
-# The flags that bound lengths. They are sizes: calls that differ in them alone have the same meaning.
-LENGTHS = ("max_seqlen_q", "max_seqlen_k", "mask_seqlen_q", "mask_seqlen_k")
+# How many operands a caller passes as they are; the others are parts of arguments, or made.
+ATTENDED = Operands._fields.index("tiles")
+
+
+class Lengths(NamedTuple):
+    """The bounds on lengths that a caller passes: sizes that no tensor has. Calls that differ in them alone have the
+    same meaning.
+    """
+
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    # The lengths that a tile mask was made for.
+    mask_seqlen_q: int | None = None
+    mask_seqlen_k: int | None = None
+
+
+LENGTHS = Lengths._fields
+NO_LENGTHS = Lengths()
 
 if TYPE_CHECKING:
     # For type checkers, which cannot read the table of arguments.
@@ -64,11 +80,11 @@ if TYPE_CHECKING:
 
         def __init__(self, *values: Any, **named: Any) -> None: ...
         def __iter__(self) -> Iterator[Any]: ...
-        def __getitem__(self, at: slice) -> tuple[Any, ...]: ...
+        def __getitem__(self, at: Any) -> Any: ...
         def _replace(self, **changes: Any) -> Self: ...
 
     class Options(_Record, Shared):
-        """Everything about a call that is not a tensor, as the caller spells it; `validation.normalise` checks it."""
+        """What a call means besides its tensors, as the caller spells it; `validation.normalise` checks it."""
 
         window: Window | None
         scale: float | None
@@ -77,8 +93,6 @@ if TYPE_CHECKING:
         backend: str
         return_lse: bool
         return_max_logits: bool
-        max_seqlen_q: int | None
-        max_seqlen_k: int | None
 
     class Flags(_Record, Shared):
         """Validated options, and what validation found in tensors, in the order of the op schemas (see schemas.py)."""
@@ -105,7 +119,7 @@ if TYPE_CHECKING:
         # Whether the bits of a sequence may not depend on its batch.
         batch_invariant: bool
 
-        lengths: tuple[int | None, ...]
+        lengths: Lengths
 
         def with_lengths(self, lengths: Sequence[Any]) -> Self: ...  # noqa: D102
 
@@ -119,9 +133,9 @@ else:
         __slots__ = ()
 
         @property
-        def lengths(self) -> tuple[int | None, ...]:
-            """The bounds on lengths, in the order of LENGTHS."""
-            return self.max_seqlen_q, self.max_seqlen_k, self.mask_seqlen_q, self.mask_seqlen_k
+        def lengths(self) -> Lengths:
+            """The bounds on lengths."""
+            return Lengths(self.max_seqlen_q, self.max_seqlen_k, self.mask_seqlen_q, self.mask_seqlen_k)
 
         def with_lengths(self, lengths: Sequence[Any]) -> Flags:
             """The same flags with other bounds, which may be numbers of a trace."""

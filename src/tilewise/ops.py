@@ -2,14 +2,14 @@
 
 Each op validates its operands, describes them as a problem, chooses a backend and launches it. Its fake only validates,
 describes and allocates results. Autograd saves the inputs, `out` and `lse`; probabilities are recomputed, never stored.
-Plain eager calls skip the dispatcher and run through `Call`, with the same results.
+Plain eager calls skip the dispatcher. They and the ops run through `Call`, with the same results.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,13 +18,16 @@ from torch.autograd import forward_ad
 from tilewise import batching, calls, derivatives, device, dispatch, settings, tracing, validation
 from tilewise.backends.base import Bound
 from tilewise.canonical import COUNTS, canonical, contiguous_last, heads_first, restored
-from tilewise.derivatives import DIFFERENTIABLE, At, backward, call_more, call_op, scattered, wanted_of
+from tilewise.derivatives import DIFFERENTIABLE, INDICES, At, backward, call_more, call_op, scattered, wanted_of
 from tilewise.errors import Unsupported
 from tilewise.memory import check_allocated, check_there, touch
 from tilewise.operands import LENGTHS, Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
-from tilewise.symbolic import NotTraceableError, Sketch, Trace, replaced
+from tilewise.symbolic import NotTraceableError, Sketch, Trace
+
+if TYPE_CHECKING:
+    from tilewise.native import Filled
 
 # Indices of the index tensors, which kernels read as int32.
 _COUNTS = tuple(Operands._fields.index(name) for name in COUNTS)
@@ -33,8 +36,13 @@ _NOTHING = (None,) * _LOGITS
 # What a backward pass is given besides the operands.
 _SAVED = ("dout", "dlse", "out", "lse")
 _GIVEN = (*_SAVED, *Operands._fields)
+# Indices of the flags without bounds on lengths.
+_MEANING = tuple([i for i, name in enumerate(Flags._fields) if name not in LENGTHS])
+# Signatures would tell apart who calls an operator, autograd or compiled code: by this key, which kernels are below.
+_BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)  # noqa: SLF001
 
 Args = Sequence[Any]
+Use = Literal["record", "op", "backward"]
 
 
 def attention(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, Tensor]:
@@ -46,10 +54,10 @@ def repeated(
     kind: Kind, operands: Operands, flags: Flags, before: Callable[[], None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """`attention` without dropout, cached per call signature. `before` is called between validation and computing."""
-    key = tuple([value for name, value in zip(Flags._fields, flags, strict=True) if name not in LENGTHS])
-    slot, places, sized = calls.slot_of(operands, (kind, *key), flags.dropout, lengths=flags.lengths)
+    key = kind, True, "record", *[flags[i] for i in _MEANING]
+    slot, places, sized, bounds = calls.slot_of(operands, key, flags.dropout, lengths=flags.lengths)
     if slot is not None and slot.call is not None:
-        return cast("tuple[Tensor, Tensor]", slot.call(operands, places, sized, before))
+        return cast("tuple[Tensor, Tensor]", slot.call(operands, places, sized, before, bounds))
     return cast("tuple[Tensor, Tensor]", result(kind, operands, flags, return_lse=True, slot=slot, before=before))
 
 
@@ -83,14 +91,8 @@ def result(
     if operands.out is not None or flags.max_logits:
         _refuse_transforms("out=" if operands.out is not None else "return_max_logits=True", dual=dual)
     if not dual and is_plain_eager(operands):
-        lasting = slot is not None and validation.lasts(kind, operands, flags)
-        call = Call(kind, operands, flags, return_lse=return_lse, lasting=lasting)
-        sized = None
-        if slot is not None and lasting:
-            sized = call.opened(operands, slot)
-            if sized is None:
-                slot.call = call
-        return call(operands, None, sized, before)
+        call, places, sized, bounds = _found(kind, operands, flags, slot, return_lse=return_lse)
+        return call(operands, places, sized, before, bounds)
     if before is not None:
         refuse(kind, operands, flags)
         before()
@@ -128,40 +130,46 @@ def is_plain_eager(tensors: Sequence[Tensor | None]) -> bool:
 
 
 class Call:
-    """A validated call. If it is `lasting`, it is also bound to the strides and alignment of its tensors (see calls).
+    """A validated call. If it is `lasting`, later calls use it too: those with the strides and alignment of its
+    tensors, or of all sizes (see calls).
 
-    Called with the tensors in the order of `Operands`; trailing Nones may be left out.
+    Called with the tensors in the order of `Operands`; trailing Nones may be left out. `use` is "record" if autograd
+    learns of calls that need gradients; it knows already what an op does, which has "op". A call that is only asked for
+    its gradients has "backward".
     """
 
     __slots__ = (
-        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_record", "_recorded", "_trace",
-        "_writes", "bound", "flags", "kind", "problem", "return_lse", "wide",
+        "_backwards", "_chosen", "_contents", "_disjoint", "_lasting", "_nvtx", "_problem_for", "_reads", "_record",
+        "_recorded", "_use", "_writes", "bound", "flags", "kind", "problem", "return_lse", "wide",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool) -> None:
+    def __init__(
+        self, kind: Kind, operands: Operands, flags: Flags, *, return_lse: bool, lasting: bool, use: Use = "record"
+    ) -> None:
         self.kind, self.flags, self.return_lse = kind, flags, return_lse
         if lasting:
             validation.check_storage(kind, operands)
         self.problem, self._chosen = _choose(kind, operands, flags)
-        self._recorded = flags.needs_grad
+        self._use, self._recorded = use, flags.needs_grad and use == "record"
         # int64 index tensors are converted before the pass; the bound pass takes int32.
         self.wide = tuple([i for i in _COUNTS if (t := operands[i]) is not None and t.dtype == torch.int64])
         # The bound forward pass, or None.
         self.bound: Bound | None = None
-        # The record of sizes, if they are open; the problem then holds numbers of it.
-        self._trace: Trace | None = None
+        # If sizes are open, the problem holds numbers of a trace, and this computes that of a call.
+        self._problem_for: Filled | None = None
         self._lasting, self._nvtx = lasting, settings.current().nvtx
         named = operands._replace(max_logits=None)
         # The check of a given `out`; plans for all sizes have their own.
         self._disjoint = None if operands.out is None else validation.Disjoint(Operands._fields, named)
         self._writes = operands.out is not None
-        reads = lasting and validation.reads_contents(kind, operands)
-        self._contents = validation.Contents(self.problem, flags) if reads else None
+        # The check of contents; plans for all sizes have their own.
+        self._reads = lasting and validation.reads_contents(kind, operands)
+        self._contents = validation.Contents() if self._reads and operands.q.is_cpu else None
         self._backwards: dict[tuple[bool, ...], list[calls.Form]] = {}
         # The Python wrapper of torch's `apply` unwraps functorch leftovers, which a lasting call never has: skip it.
         self._record: Any = super(torch.autograd.Function, _Recorded).apply if lasting else _Recorded.apply
 
-    def opened(self, operands: Operands, slot: calls.Slot) -> Any:
+    def prepared(self, operands: Operands, slot: calls.Slot) -> Any:
         """Prepare the call for all sizes, if calls with its flags were met with others, or else for those of its first
         operands alone. What the plan needs for these, or None if sizes are not open.
         """
@@ -169,21 +177,42 @@ class Call:
         assert slot.signature is not None
         assert slot.family is not None
         count = slot.signature.count
-        lengths, tensors = self.flags.lengths, named[:count]
-        found = None
+        tensors = named[:count]
         if self._disjoint is not None:
             self._disjoint.check(tensors)
-        is_met, slot.family.is_met = slot.family.is_met, True
-        if is_met and self._contents is None and not self.wide:
-            found = _opened(self.kind, Operands._fields[:count], tensors, self.flags, self._bound_forward)
-        if found is None:
+        # Lengths that are read from contents are no part of the signature: then a plan for these sizes serves no other.
+        lasts = validation.lasts(self.kind, operands, self.flags)
+        is_met, slot.family.is_met = slot.family.is_met or not lasts, True
+        if is_met and (self._contents is not None or not self._reads):
+            sized = self._opened(tensors, slot.family)
+            if sized is not None:
+                return sized
+        if lasts:
             self.bind(operands)
+            slot.call = self
+        return None
+
+    def _opened(self, tensors: tuple[Any, ...], family: calls.Family) -> Any:
+        """Prepare the call for all sizes. What the plan needs for those of these tensors, or None if they are not
+        open.
+        """
+        bounds = self.flags.lengths
+        if self._contents is not None:
+            found_bounds = self._contents.bounds(tensors, bounds)
+            if found_bounds is None:
+                return None
+            bounds = found_bounds
+        flags, names = self.flags.with_lengths(bounds), Operands._fields[: len(tensors)]
+        is_open = _open_sizes(self.kind, flags, names, tensors)
+        contents = None if self._contents is None else validation.Contents
+        form = calls.form_of(family.forms, tensors, is_open, contents)
+        found = _opened(self.kind, names, tensors, flags, self._bound_forward) if form.is_due() else None
+        if found is None:
             return None
-        self._trace, self.problem, self.bound, measure, is_open = found
-        self._disjoint = None
-        form = calls.form_of(slot.family.forms, tensors, is_open, keeps=not self._writes)
-        form.add(measure, calls.Slot(None, call=self))
-        return measure(*[tensor for tensor in tensors if tensor is not None], *lengths)
+        self._problem_for, self.bound, self.problem = found.problem_for, found.bound, found.problem_for.record
+        self.flags, self._disjoint, self._contents, self._reads = flags, None, None, False
+        form.add(found.measure, calls.Slot(None, call=self))
+        return found.sized
 
     def bind(self, operands: Operands) -> None:
         """Prepare the call for operands with these sizes, strides and alignment."""
@@ -194,14 +223,14 @@ class Call:
 
     def problem_of(self, tensors: Sequence[Tensor | None], lengths: calls.Lengths) -> AttentionProblem:
         """The problem of a call."""
-        if self._trace is None:
+        if self._problem_for is None:
             return self.problem
         given = tensors[:_LOGITS]
-        values = self._trace.values(*[tensor for tensor in given if tensor is not None], *lengths)
-        if values is None:  # hooks of saved tensors may give a backward other strides and addresses
+        found = self._problem_for([tensor for tensor in given if tensor is not None], lengths)
+        if found is None:  # hooks of saved tensors may give a backward other strides and addresses
             operands = Operands(*cast("Any", given))
             return validation.problem_of(self.kind, operands, self.flags.with_lengths(lengths))
-        return cast("AttentionProblem", replaced(self.problem, values))
+        return cast("AttentionProblem", found)
 
     def __call__(
         self, tensors: Sequence[Tensor | None], places: calls.Places | None = None, sized: Any = None,
@@ -216,14 +245,15 @@ class Call:
             problem = self.problem_of(tensors, lengths)
             with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, problem):
                 return self(tensors, places, sized, before, lengths, True)
-        if self._contents is not None:
-            self._contents.check(tensors)
+        if self._reads:
+            self._check_contents(tensors, lengths)
         if self._disjoint is not None:
             self._disjoint.check(tensors, places)
         if before is not None:
             before()
         if self.wide:
-            tensors, places = self._narrowed(tensors), None
+            tensors = self._narrowed(tensors)
+            places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         if self.problem.max_logits:
             return self._with_logits(tensors, sized, lengths)
         if self._writes:
@@ -237,6 +267,14 @@ class Call:
         if made is None:
             made = _run(self.problem_of(tensors, lengths), self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return (made[0], made[1]) if self.return_lse else made[0]
+
+    def _check_contents(self, tensors: Sequence[Tensor | None], lengths: calls.Lengths) -> None:
+        """Raise if index tensors do not hold what they must."""
+        operands = Operands(*tensors)  # type: ignore[arg-type]
+        if self._contents is None:
+            validation.check_contents(operands, self.flags)
+        elif self._contents.bounds(tensors, lengths) is None:
+            validation.problem_of(self.kind, operands, self.flags)
 
     def _with_logits(self, tensors: Sequence[Tensor | None], sized: Any, lengths: calls.Lengths) -> calls.Result:
         """The results of a call that also wants the largest score of each head."""
@@ -274,45 +312,58 @@ class Call:
         return made
 
     def gradients(
-        self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths, traced: bool = False
+        self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths
     ) -> Sequence[Tensor | None]:
-        """The gradient of each tensor that `needs` one. `given` is dout, dlse, out, lse and then the call's tensors."""
-        flags = self.flags
-        if lengths != flags.lengths:
-            flags = flags.with_lengths(lengths)
-        if forward_ad._current_level >= 0 and derivatives.is_dual(given):  # noqa: SLF001
-            wanted = wanted_of(needs)
-            return scattered(derivatives.gradients_of_dual(self.kind, flags, given, wanted), wanted, len(needs))
+        """The gradient of each tensor that `needs` one, for autograd. `given` is dout, dlse, out, lse and then the
+        call's tensors.
+        """
         # With create_graph=True the op is called, whose autograd has the second derivatives. Modes must see the op.
         by_op = torch.is_grad_enabled() or bool(torch._C._len_torch_dispatch_stack())  # noqa: SLF001
-        watched = tracing.profiler._is_profiler_enabled or self._nvtx  # noqa: SLF001
-        if watched and not traced and not by_op and calls.are_plain(given[:2]):
+        # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
+        by_op = by_op or not (calls.are_plain(given[:2]) and calls.are_stored(given[:2]))
+        is_dual = forward_ad._current_level >= 0 and derivatives.is_dual(given)  # noqa: SLF001
+        if not by_op and not is_dual:
+            return self.differentiated(given, needs, lengths)
+        flags, wanted = self.flags.with_lengths(lengths), wanted_of(needs)
+        if is_dual:
+            found = derivatives.gradients_of_dual(self.kind, flags, given, wanted)
+        else:
+            dout, dlse, out, lse, *tensors = given
+            found = backward(At(self.kind, Operands(*tensors), flags), (out, lse), (dout, dlse), wanted)
+        return scattered(found, wanted, len(needs))
+
+    def differentiated(
+        self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths, traced: bool = False
+    ) -> Sequence[Tensor | None]:
+        """The gradient of each tensor that `needs` one, of tensors that hold their own data. `given` as in
+        `gradients`.
+        """
+        if (tracing.profiler._is_profiler_enabled or self._nvtx) and not traced:  # noqa: SLF001
             problem = self.problem_of(given[4:], lengths)
             with tracing.span(tracing.BACKWARD, given[4:], self._chosen.backend.name, problem):
-                return self.gradients(given, needs, lengths, True)
-        plain = not by_op and calls.are_plain(given[:2]) and calls.are_stored(given[:2])
-        known = self._backward(given, needs, lengths) if self._lasting and plain else None
+                return self.differentiated(given, needs, lengths, True)
+        if self.wide:
+            given = (*given[:4], *self._narrowed(given[4:]))
+        known = self._backward(given, needs, lengths) if self._lasting else None
         if known is not None:
-            slot, places, sized = known
+            slot, places, sized, _ = known
             backward_pass: _BoundBackward = slot
-            made = None if backward_pass.bound is None else backward_pass.bound(given, places, sized or None)
+            made = backward_pass.bound(given, places, sized or None)
             if made is not None:
                 return [None if place is None else made[place] for place in backward_pass.results]
-        dout, dlse, out, lse, *tensors = given
-        wanted = wanted_of(needs)
-        # With is_grads_batched=True the gradients are batched wrappers, which only the op accepts.
-        if not plain:
-            found = backward(At(self.kind, Operands(*tensors), flags), (out, lse), (dout, dlse), wanted)
         else:
-            if known is None:
-                check_there(_GIVEN, given)
-            problem = self.problem_of(tensors, lengths)
-            found = _run_backward(problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
+            check_there(_GIVEN, given)
+        dout, dlse, out, lse, *tensors = given
+        problem, wanted = self.problem_of(tensors, lengths), wanted_of(needs)
+        found = _run_backward(problem, self._chosen, Operands(*tensors), out, lse, dout, dlse, wanted)
         return scattered(found, wanted, len(tensors))
 
     def _narrowed(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Every index tensor as int32. Contents were validated before the conversion."""
-        return [t.to(torch.int32) if i in self.wide else t for i, t in enumerate(tensors)] if self.wide else tensors
+        """Every index tensor as int32, contiguous. Contents were validated before the conversion."""
+        if not self.wide:
+            return tensors
+        whole = torch.contiguous_format
+        return [t.to(torch.int32, memory_format=whole) if i in self.wide else t for i, t in enumerate(tensors)]
 
     def _bound_forward(self, problem: AttentionProblem, operands: Operands) -> Bound | None:
         """The pass of the backend; `operands` may be those of a trace."""
@@ -322,6 +373,8 @@ class Call:
             operands = operands._replace(max_logits=cast("Tensor", sketch))
         if problem.is_traced and _chosen_for(problem, operands, self.flags).backend is not backend:
             return None  # never so: the choice is made again to be recorded
+        if self._use == "backward":
+            return _NoPass()
         ready = canonical(problem, operands)
         if _is_moved(operands, ready):
             return None
@@ -331,8 +384,8 @@ class Call:
 
     def _backward(
         self, given: tuple[Any, ...], needs: tuple[bool, ...], lengths: calls.Lengths
-    ) -> tuple[Any, calls.Places | None, Any] | None:
-        """(pass, addresses, what it needs for these sizes) of a backward."""
+    ) -> tuple[Any, calls.Places | None, Any, calls.Lengths] | None:
+        """(pass, addresses, what it needs for these sizes, bounds on lengths) of a backward."""
         forms = self._backwards.get(needs)
         if forms is None:
             forms = self._backwards[needs] = []
@@ -344,22 +397,28 @@ class Call:
             return None
         check_allocated(_GIVEN, given)
         found, bound = None, cast("Bound | None", None)
-        if self._trace is not None:
+        names = _GIVEN[: len(given)]
+        form = calls.form_of(forms, given, _open_sizes(self.kind, self.flags, names, given))
+        if not form.is_due():
+            return None
+        if self._problem_for is not None:
             flags = self.flags.with_lengths(lengths)
             prepare = functools.partial(self._bound_backward, wanted_of(needs))
-            found = _opened(self.kind, _GIVEN[: len(given)], given, flags, prepare)
+            found = _opened(self.kind, names, given, flags, prepare)
         if found is not None:
-            _, _, bound, measure, is_open = found
+            _, bound, measure, sized = found
         else:
             problem = self.problem_of(given[4:], lengths)
             bound = self._bound_backward(wanted_of(needs), problem, given)
-            measure, is_open = _exactly(given, lengths), [[True] * t.dim() if t is not None else [] for t in given]
-        made = () if bound is None else bound.made
+            measure, sized = _exactly(given, lengths), None
+        if bound is None:
+            return None
+        made = bound.made
         wanted = zip(("dq", "dk", "dv"), needs, strict=False)
         results = [made.index(name) if need and name in made else None for name, need in wanted]
         new = _BoundBackward(bound, (*results, *[None] * (len(needs) - len(results))))
-        calls.form_of(forms, given, is_open).add(measure, new)
-        return new, None, measure(*[tensor for tensor in given if tensor is not None], *lengths)
+        form.add(measure, new)
+        return new, None, sized, lengths
 
     def _bound_backward(self, wanted: Wanted, problem: AttentionProblem, given: Sequence[Any]) -> Bound | None:
         dout, dlse, out, lse, *tensors = given
@@ -374,25 +433,47 @@ class Call:
         return bind(problem, ready, heads_first(problem, out), lse, dout_ready, dlse, wanted)
 
 
-class _BoundBackward(NamedTuple):
-    """A cached backward pass; `bound` is None if each call must take the general path. `results[i]` is the index of
-    operand i's gradient among the tensors that the pass makes.
-    """
+class _NoPass:
+    """The forward pass of a call that is only asked for its gradients."""
 
-    bound: Bound | None
+    made = ()
+
+    def __call__(self, *_: Any) -> None:
+        """Makes nothing."""
+
+    def open(self, trace: Trace) -> Callable[..., Any]:
+        """See tilewise.backends.base.Bound."""
+        from tilewise.native import Filled
+
+        return Filled(trace, ())
+
+
+class _BoundBackward(NamedTuple):
+    """A cached backward pass. `results[i]` is the index of operand i's gradient among the tensors that it makes."""
+
+    bound: Bound
     results: tuple[int | None, ...]
 
 
 class _Opened(NamedTuple):
-    """A pass that serves all sizes to which its trace applies: the record, the problem with its numbers, the pass, the
-    function that computes what it needs for other sizes, and which sizes of each tensor are open.
+    """A pass that serves all sizes to which its trace applies: the problem for any sizes, the pass, the function that
+    computes what it needs, and the result for the first sizes.
     """
 
-    trace: Trace
-    problem: AttentionProblem
+    problem_for: Filled
     bound: Bound
-    measure: Callable[..., Any]
-    is_open: list[list[bool]]
+    measure: calls.Measure
+    sized: Any
+
+
+def _open_sizes(kind: Kind, flags: Flags, names: Sequence[str], tensors: Sequence[Tensor | None]) -> list[list[bool]]:
+    """Which sizes of each tensor may differ between calls of one form: the same for each of its plans, which rely on it
+    for the others.
+    """
+    return [
+        [] if tensor is None else validation.open_sizes(kind, flags.layout, name, tensor.dim())
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
 
 
 def _opened(
@@ -405,18 +486,17 @@ def _opened(
     """What `prepare` makes of a problem and operands with numbers in place of sizes. None if it cannot. `names` and
     `tensors` are the operands, in a backward behind those of _SAVED.
     """
-    present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
-    trace = Trace([*present, *LENGTHS])
-    is_open = [
-        [] if t is None else validation.open_sizes(kind, flags.layout, n, t.dim())
-        for n, t in zip(names, tensors, strict=True)
-    ]
+    from tilewise.native import Filled  # not with the package: it imports ctypes
+
+    present = [_traced(name, t) for name, t in zip(names, tensors, strict=True) if t is not None]
+    trace = Trace(present, LENGTHS)
+    is_open = _open_sizes(kind, flags, names, tensors)
     sketches = [
-        None if t is None else Sketch.of(trace, name, t, opened)
+        None if t is None else _sketched(trace, name, t, opened)
         for name, t, opened in zip(names, tensors, is_open, strict=True)
     ]
     bounds = [
-        None if value is None else trace.leaf(name, value) for name, value in zip(LENGTHS, flags.lengths, strict=True)
+        None if value is None else trace.length(name, value) for name, value in zip(LENGTHS, flags.lengths, strict=True)
     ]
     operands = Operands(*cast("Any", sketches[names.index("q") :]))
     try:
@@ -426,25 +506,37 @@ def _opened(
         return None
     # A pass from outside may serve one size only, and lack it.
     opened = getattr(bound, "open", None)
-    return None if bound is None or opened is None else _Opened(trace, problem, bound, opened(trace), is_open)
+    if bound is None or opened is None:
+        return None
+    measure = opened(trace)
+    sized = measure([tensor for tensor in tensors if tensor is not None], flags.lengths)
+    # A plan does not apply to sizes of more than 64 bits, not even to its own.
+    return None if sized is None else _Opened(Filled(trace, problem), bound, measure, sized)
 
 
-class _Exact(NamedTuple):
-    """Sizes of a pass that serves no others."""
+def _traced(name: str, tensor: Tensor) -> str:
+    """The name of a tensor in a trace. An int64 index tensor is converted before the pass, into memory of its own: the
+    trace has the address of what is given, not of what the pass reads.
+    """
+    return f"{name} in int64" if name in COUNTS and tensor.dtype == torch.int64 else name
 
-    def kept(self) -> None:
-        """Nothing is computed for sizes that come again."""
+
+def _sketched(trace: Trace, name: str, tensor: Tensor, is_open: Sequence[bool]) -> Sketch:
+    """The tensor of a trace, as the pass gets it."""
+    given = _traced(name, tensor)
+    sketch = Sketch.of(trace, given, tensor, is_open)
+    if given == name:
+        return sketch
+    strides = (1,) if len(sketch.shape) == 1 else (sketch.shape[1], 1)
+    return Sketch(sketch.shape, strides, 0, torch.int32, sketch.device, sketch.get_device())
 
 
-def _exactly(given: Sequence[Any], lengths: calls.Lengths) -> Callable[..., Any]:
-    """A function that tells whether tensors have the signature of these, for passes whose sizes are not open."""
+def _exactly(given: Sequence[Any], lengths: calls.Lengths) -> calls.Measure:
+    """For passes whose sizes are not open: nothing is needed for tensors with the signature of these, and no others
+    are taken.
+    """
     signature = calls.Signature([tensor for tensor in given if tensor is not None])
-
-    def measure(*arguments: Any) -> _Exact | None:
-        tensors, others = arguments[: -len(LENGTHS)], arguments[-len(LENGTHS) :]
-        return _Exact() if others == lengths and signature.places(tensors) is not None else None
-
-    return measure
+    return lambda tensors, others: () if others == lengths and signature.matched(tensors) is not None else None
 
 
 def _is_moved(given: Sequence[Tensor | None], ready: Sequence[Tensor | None]) -> bool:
@@ -511,14 +603,33 @@ def _no_logits(problem: AttentionProblem, device: torch.device) -> Tensor:
     return torch.full((problem.num_heads,), -torch.inf, dtype=problem.accumulate_dtype, device=device)
 
 
-def _launch(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
-    """(out, lse), and max_logits if they are wanted."""
-    problem, chosen = _choose(kind, operands, flags)
-    if problem.max_logits:
-        operands = operands._replace(max_logits=_no_logits(problem, operands.q.device))
-    with tracing.span(tracing.FORWARD, operands, chosen.backend.name, problem):
-        out, lse = _run(problem, chosen, operands)
-    return (out, lse) if operands.max_logits is None else (out, lse, operands.max_logits)
+def _found(
+    kind: Kind,
+    operands: Operands,
+    flags: Flags,
+    slot: calls.Slot | None = None,
+    *,
+    return_lse: bool = True,
+    use: Use = "record",
+) -> tuple[Call, calls.Places | None, Any, calls.Lengths]:
+    """The call that computes these operands, and what `calls.slot_of` says of it. Without a `slot`, one is looked up by
+    the flags: for ops, and for calls that autocast has converted or whose options were no key.
+    """
+    if slot is None:
+        key = kind, return_lse, use, *[flags[i] for i in _MEANING]
+        slot, places, sized, bounds = calls.slot_of(operands, key, lengths=flags.lengths)
+        if slot is not None and slot.call is not None:
+            return cast("Call", slot.call), places, sized, bounds
+    call = Call(kind, operands, flags, return_lse=return_lse, lasting=slot is not None, use=use)
+    sized = None if slot is None else call.prepared(operands, slot)
+    return call, None, sized, call.flags.lengths
+
+
+def _computed(kind: Kind, operands: Operands, flags: Flags) -> tuple[Tensor, ...]:
+    """(out, lse), and max_logits if they are wanted, of an op."""
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):  # noqa: SLF001
+        call, places, sized, bounds = _found(kind, operands, flags, use="op")
+        return cast("tuple[Tensor, ...]", call(operands, places, sized, None, bounds))
 
 
 def _run_backward(
@@ -545,15 +656,14 @@ def _run_backward(
 
 
 def _forward(count: int, kind: Kind, *args: Any) -> tuple[Tensor, ...]:
-    return _launch(kind, *unpack(kind, args))[:count]
+    return _computed(kind, *unpack(kind, args))[:count]
 
 
 def _forward_out(kind: Kind, *args: Any) -> tuple[Tensor, Tensor]:
     operands, flags = unpack(kind, args[:-1])
     operands = operands._replace(out=args[-1])
     validation.check_result(operands)
-    _, lse, *logits = _launch(kind, operands, flags)
-    touch(args[-1])
+    _, lse, *logits = _computed(kind, operands, flags)
     return lse, logits[0] if logits else lse.new_empty(0)
 
 
@@ -583,10 +693,14 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     operands, flags = unpack(kind, args)
     check_there(_SAVED, (dout, dlse, out, lse))
-    problem, chosen = _choose(kind, operands, flags)
-    with tracing.span(tracing.BACKWARD, operands, chosen.backend.name, problem):
-        gradients = _run_backward(problem, chosen, operands, out, lse, dout, dlse, Wanted(*wanted))
-    return derivatives.materialised(operands, gradients, Wanted(*wanted))
+    needs = [False] * len(Operands._fields)
+    for place, want in zip(INDICES, wanted, strict=True):
+        needs[place] = want
+    with torch._C._ExcludeDispatchKeyGuard(_BELOW):  # noqa: SLF001
+        call, *_, bounds = _found(kind, operands, flags, use="backward")
+        found = call.differentiated((dout, dlse, out, lse, *operands), tuple(needs), bounds)
+        gradients = Gradients(*[found[place] for place in INDICES])
+        return derivatives.materialised(operands, gradients, Wanted(*wanted))
 
 
 def _backward_fake(kind: Kind, *args: Any) -> tuple[Tensor, ...]:
@@ -626,16 +740,11 @@ def _register(library: torch.library.Library, kind: Kind) -> None:
     define(f"{kind}_logits", f"({given}) -> (Tensor out, {logits})", _forward, _forward_fake, 3, kind)
     define(f"{kind}_out", f"({given}, Tensor(a!) out) -> ({logits})", _forward_out, _forward_out_fake, kind)
     define(f"{kind}_backward", f"({saved}, {given}) -> ({gradients})", _backward, _backward_fake, kind)
-    for name in (kind, f"{kind}_logits"):
-        torch.library.register_autograd(
-            f"tilewise::{name}",
-            functools.partial(_autograd, kind),
-            setup_context=lambda ctx, inputs, output: _save(kind, ctx, inputs, output),
-            lib=library,
-        )
+    for suffix in ("", "_logits"):
+        derivatives.differentiate(library, kind, suffix, _save, _autograd)
     for suffix, asked in (("out", "out="), ("logits", "return_max_logits=True")):
         refuse_it = functools.partial(lambda name, *_: _refuse_transforms(name, dual=True), asked)
-        torch.library.register_vmap(f"tilewise::{kind}_{suffix}", refuse_it, lib=library)
+        library.impl(f"{kind}_{suffix}", refuse_it, "FuncTorchBatched")
     rule = functools.partial(batching.vmapped, operand_names(kind), kind, "")
     torch.library.register_vmap(f"tilewise::{kind}", rule, lib=library)
     derivatives.register(library, kind)

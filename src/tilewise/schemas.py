@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,11 @@ OPERANDS: dict[Kind, dict[str, bool]] = {
     "paged": arguments.operands_of("paged"),
 }
 _NAMES = {kind: list(operands) for kind, operands in OPERANDS.items()}
+# Where each of all operands is among those of an op, and after them a None.
+_PLACES = {
+    kind: operator.itemgetter(*[names.index(name) if name in names else len(names) for name in Operands._fields])
+    for kind, names in _NAMES.items()
+}
 
 
 def operand_names(kind: Kind) -> list[str]:
@@ -25,8 +31,8 @@ def operand_names(kind: Kind) -> list[str]:
 
 def unpack(kind: Kind, args: Sequence[Any]) -> tuple[Operands, Flags]:
     """Operands and flags from the arguments of an op."""
-    names = _NAMES[kind]
-    return Operands(**dict(zip(names, args, strict=False))), Flags(*args[len(names) :])
+    count = len(_NAMES[kind])
+    return Operands._make(_PLACES[kind]((*args[:count], None))), Flags(*args[count:])
 
 
 def schema(kind: Kind) -> str:

@@ -1,43 +1,39 @@
 """Numbers that remember how they were computed, so that what is planned for one size serves others.
 
 The first call of its kind is planned with a `Number` in place of every size. Arithmetic with numbers is recorded, and
-so is every comparison, with its outcome. Afterwards `Trace.function` turns the record into plain Python code: it takes
-the tensors of a later call, computes what the plan needs, and returns None if a comparison would end differently. So a
-plan is never used for sizes that would have been planned otherwise, and nobody has to write down which these are.
+so is every comparison, with its outcome. Afterwards a `tilewise.native.Plan` executes the record: it takes the tensors
+of a later call, computes what that call needs, and does not apply if a comparison would end differently. So a plan is
+never used for sizes that would have been planned otherwise, and nobody has to write down which these are.
 
-    >>> trace = Trace(["x"])
-    >>> rows = trace.leaf("x.shape[0]", 300)
+    >>> trace = Trace(lengths=["rows"])
+    >>> rows = trace.length("rows", 300)
     >>> blocks = (rows + 127) // 128
     >>> kernel = "long" if blocks > 2 else "short"
-    >>> print(trace.source(["return " + code((kernel, blocks))]))
-    def plan(x):
-        n2 = ((x.shape[0]) + 127) // 128
-        if not (n2 > 2): return None
-        return ('long', n2, )
+    >>> print(trace)
+    n1 = rows + 127
+    n2 = n1 // 128
+    2 < n2
 
 Code that plans may do with numbers what it does with integers, but a number is not hashable, and using one as an index
-or in `range` fixes its value. A function that loops over sizes is marked with `at_run_time`: it is then called by the
-plan, instead of being recorded.
+or in `range` fixes its value. `smallest` and `largest` are recorded as numbers, `min` and `max` as comparisons. A
+function that loops over sizes is marked with `at_run_time`: it is then called for the numbers of each new size, instead
+of being recorded.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-NUMBER = re.compile(r"\bn\d+\b")
-MULTIPLE = re.compile(r"\((\w+|\(\w+\.data_ptr\(\)\)) % (2|4|8|16|32|64|128)\) == 0")
 CONSTANTS = (int, float, bool)
+# Integers of a plan are between plus and minus this.
+MOST = 2**63
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -45,123 +41,129 @@ class NotTraceableError(TypeError):
     """What was done with a number cannot be recorded."""
 
 
+class Asked(NamedTuple):
+    """A function for run time with what it was called with, and the numbers that it returned."""
+
+    function: Callable[..., Any]
+    operands: tuple[Any, ...]
+    results: tuple[Number, ...]
+
+
+class Step(NamedTuple):
+    """What was done with numbers and constants: an operation of tilewise.operations, or "ask", whose operand is an
+    `Asked`. `number` is the result; None for a comparison, which must end as `holds` says.
+    """
+
+    name: str
+    operands: tuple[Any, ...]
+    number: Number | None = None
+    holds: bool = True
+
+    def __str__(self) -> str:
+        if self.name == "ask":
+            asked: Asked = self.operands[0]
+            given = ", ".join(map(_spelled, asked.operands))
+            return f"{', '.join(map(_spelled, asked.results))} = {asked.function.__name__}({given})"
+        first, *second = map(_spelled, self.operands)
+        text = f"{first} {self.name} {second[0]}" if second else f"{self.name}({first})"
+        if self.number is not None:
+            return f"{_spelled(self.number)} = {text}"
+        return text if self.holds else f"not {text}"
+
+
 class Trace:
     """The record of one plan: the arithmetic and the comparisons, in order."""
 
-    def __init__(self, parameters: Sequence[str]) -> None:
-        self.parameters = list(parameters)
-        # Lines of code: (number it computes, or None for a comparison; text; numbers it reads).
-        self._lines: list[tuple[int | None, str, tuple[int, ...]]] = []
-        self._known: dict[tuple[str, type], Number] = {}
-        self._compared = set[str]()
-        self._count = 0
-        # Objects that the code refers to by name.
-        self.names: dict[str, Any] = {}
-        self._whole: Any = None
+    def __init__(self, tensors: Sequence[str] = (), lengths: Sequence[str] = ()) -> None:
+        """For calls with these tensors and numbers, in this order."""
+        self.lengths = tuple(lengths)
+        # The numbers of tensors (None for sizes that are not open; the last is the address), and of lengths.
+        self.tensors: dict[str, tuple[Number | None, ...]] = dict.fromkeys(tensors, ())
+        self.used: dict[str, Number] = {}
+        self.steps: list[Step] = []
+        self.count = 0
+        self._known: dict[Any, Number] = {}
+        self._compared = set[Any]()
 
-    def leaf(self, text: str, value: Any) -> Number:
-        """A number that a later call reads off its arguments by this expression."""
-        return self.record(text, (), value)
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps))
 
-    def record(self, text: str, reads: tuple[int, ...], value: Any) -> Number:
-        """The number with this value, computed by an expression over others; a known one if the text is the same."""
-        key = text, type(value)
+    def length(self, name: str, value: int) -> Number:
+        """A number that callers pass."""
+        self.used[name] = self._new(value, name)
+        return self.used[name]
+
+    def tensor(self, name: str, sizes: Sequence[int | None], strides: Sequence[int], place: int) -> Sequence[Any]:
+        """The numbers of a tensor: its sizes (None for those that are not open), strides and address."""
+        names = [f"{name}.{what}({i})" for what, of in (("size", sizes), ("stride", strides)) for i in range(len(of))]
+        values = (*sizes, *strides, place)
+        numbers = tuple(
+            None if value is None else self._new(value, text)
+            for value, text in zip(values, (*names, f"{name}.data_ptr()"), strict=True)
+        )
+        self.tensors[name] = numbers
+        return numbers
+
+    def record(self, name: str, operands: tuple[Any, ...], value: Any) -> Number:
+        """The number with this value, computed by an operation of others; a known one if that was done before."""
+        key = (name, type(value), *map(_key, operands))
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = Number(self, self._count, value)
-            self._lines.append((self._count, text, reads))
-            self._count += 1
+            found = self._known[key] = self._new(value)
+            self.steps.append(Step(name, operands, found))
         return found
 
-    def require(self, text: str, reads: tuple[int, ...], *, holds: bool) -> None:
+    def require(self, name: str, operands: tuple[Any, ...], *, holds: bool) -> None:
         """Later calls use the plan only if this comparison ends the same way."""
-        condition = text if holds else f"not ({text})"
-        if condition not in self._compared:
-            self._compared.add(condition)
-            self._lines.append((None, condition, reads))
+        key = (name, *map(_key, operands))
+        if key not in self._compared:
+            self._compared.add(key)
+            self.steps.append(Step(name, operands, holds=holds))
 
-    def name(self, thing: Any, hint: str = "f") -> str:
-        """A name for an object in the code."""
-        for name, known in self.names.items():
-            if known is thing:
-                return name
-        name = f"{hint}{len(self.names)}"
-        self.names[name] = thing
-        return name
+    def ask(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """What a function for run time returns."""
+        key = (function, *[id(each) if each.__class__ not in (Number, *CONSTANTS) else _key(each) for each in operands])
+        if key not in self._known:
+            found = function(*[value_of(each) for each in operands])
+            results = tuple(map(self._new, found if isinstance(found, tuple) else (found,)))
+            self.steps.append(Step("ask", (Asked(function, operands, results),)))
+            self._known[key] = results if isinstance(found, tuple) else results[0]  # type: ignore[assignment]
+        return self._known[key]
 
-    def source(self, ending: Sequence[str]) -> str:
-        """The code of a function that returns None for arguments to which the plan does not apply, and else goes on
-        with `ending`: lines that may read numbers.
-        """
-        needed = Counter(NUMBER.findall("\n".join(ending)))
-        for at, text, _ in reversed(self._lines):
-            if at is None or needed[f"n{at}"]:
-                needed.update(NUMBER.findall(text))
-        texts: dict[str, str] = {}
+    def steps_for(self, needed: Iterable[Number]) -> list[Step]:
+        """The comparisons, and what computes the numbers that they or others need."""
+        wanted, found = {number.at for number in needed}, []
+        for step in reversed(self.steps):
+            operands, results = step.operands, (step.number,)
+            if step.name == "ask":
+                operands, results = operands[0].operands, operands[0].results
+            is_compared = results == (None,)
+            if is_compared or any(result.at in wanted for result in results if result is not None):
+                wanted |= {number.at for number in numbers_in(operands)}
+                found.append(step)
+        return found[::-1]
 
-        def inlined(text: str) -> str:
-            return NUMBER.sub(lambda found: texts.get(found[0], found[0]), text)
-
-        lines, multiples = list[str](), dict[str, list[str]]()
-        for at, text, _ in self._lines:
-            name = f"n{at}"
-            if at is None and (multiple := MULTIPLE.fullmatch(inlined(text))):
-                multiples.setdefault(multiple[2], []).append(multiple[1])
-            elif at is None:
-                lines.append(f"if not ({inlined(text)}): return None")
-            elif needed[name] == 1:  # read once: written where it is read
-                texts[name] = f"({inlined(text)})"
-            elif needed[name]:
-                lines.append(f"{name} = {inlined(text)}")
-        # Multiples of a power of two are tested together.
-        for of, which in multiples.items():
-            lines.append(f"if ({' | '.join(which)}) % {of}: return None")
-        lines += map(inlined, ending)
-        return f"def plan({', '.join(self.parameters)}):\n" + "\n".join([f"    {line}" for line in lines])
-
-    def function(self, ending: Sequence[str], names: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """The function that `source` writes; `names` are what `ending` refers to."""
-        return _compiled(self.source(ending), {**self.names, **names})
-
-    def values(self, *arguments: Any) -> list[Any] | None:
-        """The values of all numbers for other arguments, or None if the plan does not apply to them."""
-        if self._whole is None:
-            everything = sorted(self._known.values(), key=lambda number: number.at)
-            self._whole = self.function([f"return [{', '.join(map(code, everything))}]"])
-        found: list[Any] | None = self._whole(*arguments)
-        return found
+    def _new(self, value: Any, name: str = "") -> Number:
+        self.count += 1
+        return Number(self, self.count - 1, value, name)
 
 
-def function(parameters: str, lines: Sequence[str], names: Mapping[str, Any]) -> Any:
-    """A function with these parameters and lines, which refer to `names`."""
-    return _compiled(f"def plan({parameters}):\n" + "\n".join([f"    {line}" for line in lines]), dict(names))
+def _key(operand: Any) -> Any:
+    """Of an operand, for what was recorded before. True, 1 and 1.0 are equal, and not the same."""
+    if operand.__class__ is Number:
+        return operand.at
+    if not -MOST <= operand < MOST and operand.__class__ is int:
+        raise NotTraceableError(f"{operand} takes more than 64 bits")
+    return (operand.__class__, operand)
 
 
-def _compiled(source: str, names: dict[str, Any]) -> Any:
-    exec(_code_of(source), names)
-    return names["plan"]
+def _spelled(operand: Any) -> str:
+    return (operand.name or f"n{operand.at}") if operand.__class__ is Number else repr(operand)
 
 
-@functools.lru_cache(maxsize=256)
-def _code_of(source: str) -> Any:
-    """Compiling takes half a millisecond, and plans with other numbers often have the same code."""
-    return compile(source, "<plan>", "exec")
-
-
-def unpacked(numbers: Sequence[Any], name: str) -> list[str]:
-    """Code that names the numbers of a tuple again; those of no trace by their positions."""
-    names = [code(number) if number.__class__ is Number else f"n{i}" for i, number in enumerate(numbers)]
-    return [f"{', '.join(names)}, = {name}"] if names else []
-
-
-def code(value: Any) -> str:
-    """A number, a constant or a record of them as code. Classes of records are named by themselves."""
-    if value.__class__ is Number:
-        return f"n{value.at}"
-    if isinstance(value, tuple):
-        parts = "".join([f"{code(part)}, " for part in value])
-        return f"{type(value).__name__}({parts})" if hasattr(value, "_fields") else f"({parts})"
-    return repr(value)
+def value_of(value: Any) -> Any:
+    """The value of a number in the call that was traced; anything else unchanged."""
+    return value.value if value.__class__ is Number else value
 
 
 def numbers_in(value: Any) -> list[Number]:
@@ -188,44 +190,45 @@ def is_traced(value: Any) -> bool:
     return bool(numbers_in(value))
 
 
-def _operands(*values: Any) -> tuple[int, ...]:
-    return tuple([value.at for value in values if value.__class__ is Number])
-
-
 # Operations with an integer that change nothing; the first two from either side.
 UNCHANGED = (("*", 1), ("+", 0), ("//", 1), ("-", 0))
+# Operations that have no form for floats.
+INTEGRAL = ("//", "%", "<<", ">>", "|", "&")
 
 
-def _binary(symbol: str, of: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+def _binary(name: str, of: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    def recorded(trace: Trace, left: Any, right: Any) -> Any:
+        values = value_of(left), value_of(right)
+        if name in INTEGRAL and float in map(type, values):
+            raise NotTraceableError(f"{name} of floats is not recorded")
+        return trace.record(name, (left, right), of(*values))
+
     def forward(self: Number, other: Any) -> Any:
-        if other.__class__ is Number:
-            return self.trace.record(
-                f"n{self.at} {symbol} n{other.at}", (self.at, other.at), of(self.value, other.value)
-            )
-        if other.__class__ not in CONSTANTS:
+        if other.__class__ is not Number and other.__class__ not in CONSTANTS:
             return NotImplemented
-        if other.__class__ is int and (symbol, other) in UNCHANGED:
-            return self
-        return self.trace.record(f"n{self.at} {symbol} {other!r}", (self.at,), of(self.value, other))
+        return self if _is_neutral(name, other, UNCHANGED) else recorded(self.trace, self, other)
 
     def backward(self: Number, other: Any) -> Any:
         if other.__class__ not in CONSTANTS:
             return NotImplemented
-        if other.__class__ is int and (symbol, other) in UNCHANGED[:2]:
-            return self
-        return self.trace.record(f"{other!r} {symbol} n{self.at}", (self.at,), of(other, self.value))
+        return self if _is_neutral(name, other, UNCHANGED[:2]) else recorded(self.trace, other, self)
 
     return forward, backward
 
 
-def _comparison(symbol: str, of: Callable[[Any, Any], bool]) -> Any:
+def _is_neutral(name: str, other: Any, pairs: Sequence[tuple[str, int]]) -> bool:
+    return other.__class__ is int and (name, other) in pairs
+
+
+def _comparison(name: str, of: Callable[[Any, Any], bool], *, swapped: bool = False, negated: bool = False) -> Any:
+    """`name` is compared, with the operands `swapped` or the outcome `negated`."""
+
     def compare(self: Number, other: Any) -> Any:
         if other.__class__ is not Number and other.__class__ not in CONSTANTS:
             return NotImplemented
-        value = other.value if other.__class__ is Number else other
-        outcome = of(self.value, value)
+        outcome = of(self.value, value_of(other))
         if other.__class__ is not Number or other.at != self.at:
-            self.trace.require(f"n{self.at} {symbol} {code(other)}", _operands(self, other), holds=outcome)
+            self.trace.require(name, (other, self) if swapped else (self, other), holds=outcome is not negated)
         return outcome
 
     return compare
@@ -234,10 +237,10 @@ def _comparison(symbol: str, of: Callable[[Any, Any], bool]) -> Any:
 class Number:
     """A number of a trace. `value` is what it was in the call that was traced."""
 
-    __slots__ = ("at", "trace", "value")
+    __slots__ = ("at", "name", "trace", "value")
 
-    def __init__(self, trace: Trace, at: int, value: Any) -> None:
-        self.trace, self.at, self.value = trace, at, value
+    def __init__(self, trace: Trace, at: int, value: Any, name: str = "") -> None:
+        self.trace, self.at, self.value, self.name = trace, at, value, name
 
     __add__, __radd__ = _binary("+", lambda a, b: a + b)
     __sub__, __rsub__ = _binary("-", lambda a, b: a - b)
@@ -251,13 +254,13 @@ class Number:
     __and__, __rand__ = _binary("&", lambda a, b: a & b)
     __lt__ = _comparison("<", lambda a, b: a < b)
     __le__ = _comparison("<=", lambda a, b: a <= b)
-    __gt__ = _comparison(">", lambda a, b: a > b)
-    __ge__ = _comparison(">=", lambda a, b: a >= b)
+    __gt__ = _comparison("<", lambda a, b: a > b, swapped=True)
+    __ge__ = _comparison("<=", lambda a, b: a >= b, swapped=True)
     __eq__ = _comparison("==", lambda a, b: a == b)
-    __ne__ = _comparison("!=", lambda a, b: a != b)
+    __ne__ = _comparison("==", lambda a, b: a != b, negated=True)
 
     def __neg__(self) -> Any:
-        return self.trace.record(f"-n{self.at}", (self.at,), -self.value)
+        return 0 - self
 
     def __bool__(self) -> bool:
         return bool(self != 0)
@@ -275,7 +278,7 @@ class Number:
 
     def bit_length(self) -> Any:
         """Of an integer."""
-        return self.trace.record(f"n{self.at}.bit_length()", (self.at,), self.value.bit_length())
+        return self.trace.record("bit_length", (self,), self.value.bit_length())
 
     def __repr__(self) -> str:
         return str(self.value)
@@ -307,24 +310,31 @@ def at_run_time(function: Function) -> Function:
     def called(*values: Any) -> Any:
         for value in values:
             if value.__class__ is Number:
-                trace: Trace = value.trace
-                break
-        else:
-            return function(*values)
-        name = trace.name(function)
-        result = function(*[value.value if value.__class__ is Number else value for value in values])
-        given = [code(v) if v.__class__ is Number or v.__class__ in CONSTANTS else trace.name(v) for v in values]
-        call = f"{name}({', '.join(given)})"
-        if not isinstance(result, tuple):
-            return trace.record(call, _operands(*values), result)
-        whole = trace.record(call, _operands(*values), result)
-        return tuple([trace.record(f"n{whole.at}[{i}]", (whole.at,), part) for i, part in enumerate(result)])
+                return value.trace.ask(function, values)
+        return function(*values)
 
     return called  # type: ignore[return-value]
 
 
-def replaced(thing: Any, values: Sequence[Any]) -> Any:
-    """A tuple or record in which every number is exchanged for the value at its position."""
+def _extreme(name: str, of: Callable[..., Any]) -> Callable[..., int]:
+    def chosen(first: Any, *others: Any) -> Any:
+        for other in others:
+            if first.__class__ is Number or other.__class__ is Number:
+                trace: Trace = (first if first.__class__ is Number else other).trace
+                first = trace.record(name, (first, other), of(value_of(first), value_of(other)))
+            else:
+                first = of(first, other)
+        return first
+
+    return chosen
+
+
+# Of integers, as `min` and `max`.
+smallest, largest = _extreme("smallest", min), _extreme("largest", max)
+
+
+def replaced(thing: Any, values: Mapping[int, Any]) -> Any:
+    """A tuple or record in which every number is exchanged for its value, found by the number's position."""
     if thing.__class__ is Number:
         return values[thing.at]
     if isinstance(thing, tuple):
@@ -359,18 +369,10 @@ class Sketch:
     @classmethod
     def of(cls, trace: Trace, name: str, tensor: Tensor, is_open: Sequence[bool]) -> Sketch:
         """The tensor that later calls pass under this name, with those sizes open that `is_open` marks."""
-        # Taken apart from one tuple, because each call of `size` or `stride` takes several times as long.
-        shape, strides = (
-            tuple([trace.record(f"n{whole.at}[{i}]", (whole.at,), n) if opened else n for i, n, opened in parts])
-            for whole, parts in (
-                (trace.leaf(f"{name}.shape", tensor.shape), zip(itertools.count(), tensor.shape, is_open)),
-                (
-                    trace.leaf(f"{name}.stride()", tensor.stride()),
-                    ((i, n, True) for i, n in enumerate(tensor.stride())),
-                ),
-            )
-        )
-        place = trace.leaf(f"{name}.data_ptr()", tensor.data_ptr())
+        sizes = [size if opened else None for size, opened in zip(tensor.shape, is_open, strict=True)]
+        numbers = trace.tensor(name, sizes, tensor.stride(), tensor.data_ptr())
+        shape = tuple([size if number is None else number for size, number in zip(tensor.shape, numbers, strict=False)])
+        strides, place = tuple(numbers[len(shape) : -1]), numbers[-1]
         return cls(shape, strides, place, tensor.dtype, tensor.device, tensor.get_device())
 
     def _with(self, shape: tuple[Any, ...], strides: tuple[Any, ...]) -> Sketch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 from tilewise.errors import InvalidProblem
@@ -23,7 +24,16 @@ def check_totals(name: str, entries: Sequence[int], rows: int) -> None:
 
 def lengths_of(entries: Sequence[int]) -> list[int]:
     """The length of each sequence."""
-    return [stop - start for start, stop in itertools.pairwise(entries)]
+    return list(map(operator.sub, entries[1:], entries))
+
+
+def checked_longest(name: str, totals: str, entries: Sequence[int], rows: int, given: int | None) -> int:
+    """`longest_of` after `check_totals`, in half the time for valid totals."""
+    lengths = lengths_of(entries)
+    if entries[0] != 0 or entries[-1] > rows or min(lengths, default=0) < 0:
+        check_totals(totals, entries, rows)
+    longest = max(lengths, default=0)
+    return longest if given is None else given if given >= longest else longest_of(name, totals, entries, given)
 
 
 def longest_of(name: str, totals: str, entries: Sequence[int], given: int | None) -> int:

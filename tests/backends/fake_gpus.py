@@ -21,10 +21,9 @@ from tilewise import device as devices
 
 CACHES = {
     "gpu.compilation": ("_compiled",),
-    "triton.launch": ("forward_pass", "backward_pass"),
-    "triton.prefix": ("prefix_pass",),
     "gpu.counters": ("counters_of",),
-    "hopper.launch": ("forward_pass", "backward_pass", "decode_pass"),
+    "gpu.driver": ("_driver_version", "_entry", "_kinds"),
+    "gpu.launching": ("kept",),
 }
 
 

@@ -476,7 +476,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon": {"language": types.SimpleNamespace(**LANGUAGE)},
     "triton.experimental.gluon.language.nvidia.hopper": HOPPER,
     "triton.experimental.gluon.nvidia.hopper": {"TensorDescriptor": Descriptor},
-    f"{SHARED}.driver": {"Launch": EmulatedLaunch, "Block": tuple, "queued": len},
+    f"{SHARED}.driver": {"Launch": EmulatedLaunch, "is_hooked": bool, "refused": RuntimeError},
     f"{SHARED}.releases": {
         "aggregate": dataclasses.dataclass,
         "async_load": load_box,

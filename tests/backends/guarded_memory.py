@@ -386,11 +386,11 @@ def make_fault(name: str) -> None:
     plain_run, plain_places = threads.run, launch.places
     changed = {"row": (f.SEQLEN_Q, 1), "key": (f.SEQLEN_K, 1), "element": (f.Q, -4), "gradient": (f.DK, 4)}
 
-    def run(address: int, values: Any, *rest: Any) -> None:
+    def run(program: cache.Program, values: Any, *rest: Any) -> None:
         position, step = changed[name]
         # What is not there stays so, as dk in a forward.
         values[position] += step if values[position] else 0
-        plain_run(address, values, *rest)
+        plain_run(program, values, *rest)
 
     def places(floats: dict[int, int]) -> tuple[dict[int, int], int]:
         offsets, size = plain_places(floats)

@@ -14,7 +14,7 @@ from llvmlite import binding, ir
 
 import tilewise as tw
 from tilewise.backends.cpu import isa
-from tilewise.backends.cpu.compiler import Part, build_module, driver, optimise, part_of
+from tilewise.backends.cpu.compiler import Part, build_module, driver, part_of
 from tilewise.backends.cpu.decode import stream_values
 from tilewise.backends.cpu.decode_matrix import tile_scores
 from tilewise.backends.cpu.emit import BF16, E4M3, E4M3_UNIT, FP16, Emitter, Value
@@ -31,14 +31,13 @@ from tilewise.backends.cpu.forward_matrix import (
 from tilewise.backends.cpu.isa import Isa
 from tilewise.backends.cpu.microkernels import accumulate_keys, scores, softmax, weigh_values
 from tilewise.backends.cpu.packing import transpose_panel
+from tilewise.machine_code import optimise, target_machine
 
 AMX_FEATURES = ("avx512f", "avx512dq", "avx512vl", "avx512bw", "avx512bf16", "amx-tile", "amx-bf16")
 
 
 def loaded(parts: list[Part], table: Isa | None = None) -> tuple[Callable[..., Any], Any]:
     """The first part as a C function of addresses, and the engine that owns it."""
-    from tilewise.backends.cpu.compiler import target_machine
-
     machine = target_machine()
     module = build_module(parts, table or isa.host(), frozenset({parts[0].symbol}))
     engine = binding.create_mcjit_compiler(optimise(module, machine), machine)

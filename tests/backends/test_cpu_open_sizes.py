@@ -5,6 +5,7 @@ planned for that size alone; few plans serve all sizes, and they take no memory.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ from torch import Tensor
 import tilewise as tw
 from tilewise import calls
 from tilewise.backends.cpu import bound, cache, launch, launch_backward, schedule, threads
+from tilewise.native import Plan
 from tilewise.symbolic import Trace
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -139,6 +141,60 @@ def latent(draw: Draw) -> Made:
     return (q, k, k[..., :32]), flags
 
 
+def totals(draw: Draw, lengths: list[int], rows: int) -> Tensor:
+    """Running totals of these lengths, which leave some rows at the end unused."""
+    assert sum(lengths) <= rows
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def packed(
+    draw: Draw, heads: int = 4, kv: int = 2, dims: tuple[int, int] = (32, 32), dtype: torch.dtype = F32, **flags: Any
+) -> Made:
+    """Sequences of any lengths, some empty, with and without bounds on them."""
+    batch, most = draw.choice((1, 2, 3, 5)), draw.choice((8, 70, 200))
+    queries = [draw.choice((0, 1, draw.randint(1, most), most)) for _ in range(batch - 1)] + [draw.randint(1, most)]
+    same = draw.random() < 0.5
+    keys = queries if same else [draw.choice((0, draw.randint(1, 1100))) for _ in range(batch - 1)] + [7]
+    rows, columns = (max(1, sum(each)) + draw.choice((0, 0, 3)) for each in (queries, keys))
+    needs_grad = flags.pop("grad", draw.random() < 0.5)
+    q = draw.rows((rows, heads, dims[0]), dtype, needs_grad)
+    k, v = (draw.rows((columns, kv, dim), dtype, needs_grad) for dim in dims)
+    cu_q, cu_k = totals(draw, queries, rows), totals(draw, keys, columns)
+    if draw.random() < 0.5:
+        flags |= {"max_seqlen_q": max(queries) + draw.choice((0, 5)), "max_seqlen_k": max(keys)}
+    return (q, k, v, cu_q, cu_k), flags | {"call": tw.attention_varlen}
+
+
+def paged(draw: Draw, dtype: torch.dtype = F32, *, packs: bool = False, **flags: Any) -> Made:
+    """Caches of any lengths, one token or several of each sequence."""
+    batch, page_size, num_pages = draw.choice((1, 2, 3, 7)), 16, draw.randint(20, 40)
+    columns = draw.randint(1, 12)
+    lengths = [draw.randint(0, page_size * columns) for _ in range(batch)]
+    pages = [draw.rows((num_pages, page_size, 2, 32), dtype) for _ in range(2)]
+    table = torch.tensor([[draw.randrange(num_pages) for _ in range(columns)] for _ in range(batch)], dtype=torch.int32)
+    queries = [draw.randint(0, 12) for _ in range(batch)] if packs else [1] * batch
+    rows = max(1, sum(queries)) if packs else batch
+    if packs:
+        flags["cu_seqlens_q"] = totals(draw, queries, rows)
+        if draw.random() < 0.5:
+            flags["max_seqlen_q"] = 12
+    q = draw.rows((rows, 4, 32), dtype)
+    return (q, *pages, table, torch.tensor(lengths, dtype=torch.int32)), flags | {"call": tw.attention_paged}
+
+
+def of_int64(draw: Draw, made: Made) -> Made:
+    """The same with wider index tensors, some of them strided."""
+
+    def wide(t: Any) -> Any:
+        if not isinstance(t, Tensor) or t.dtype != torch.int32:
+            return t
+        t = t.to(torch.int64)
+        return t.t().contiguous().t() if draw.random() < 0.3 else t.repeat_interleave(2, dim=-1)[..., ::2]
+
+    given, flags = made
+    return tuple(map(wide, given)), flags
+
+
 CASES: dict[str, Callable[[Draw], Made]] = {
     "plain": dense,
     "causal": lambda d: dense(d, causal=True),
@@ -163,17 +219,34 @@ CASES: dict[str, Callable[[Draw], Made]] = {
     "logits": lambda d: dense(d, return_max_logits=True, causal=True),
     "logits of decoding": lambda d: decoded(d, return_max_logits=True, return_lse=True),
     "e4m3": in_8_bits,
+    "packed": packed,
+    "packed causal": lambda d: packed(d, causal=True, return_lse=True),
+    "packed window": lambda d: packed(d, window=(30, 0), grad=False),
+    "packed bf16": lambda d: packed(d, dtype=BF16, causal=True),
+    "packed logits": lambda d: packed(d, return_max_logits=True, grad=False),
+    "packed heads": lambda d: packed(d, heads=3, kv=1, dims=(40, 24), grad=False),
+    "dropout": lambda d: dense(d, dropout=0.3, seed=d.randint(-9, 9)),
+    "packed dropout": lambda d: packed(d, dropout=0.3, seed=torch.tensor([d.randint(0, 2**62)])),
+    "pages": paged,
+    "pages bf16": lambda d: paged(d, BF16, return_lse=True),
+    "packed int64": lambda d: of_int64(d, packed(d, causal=True)),
+    "pages int64": lambda d: of_int64(d, paged(d)),
+    "pages, several tokens": lambda d: paged(d, packs=True, causal=True),
+    "pages, several tokens, window": lambda d: paged(d, packs=True, window=(20, 0)),
 }
 
 
 def results(given: tuple[Any, ...], flags: dict[str, Any]) -> list[Tensor]:
     """Of a call, and of its backward where operands require gradients."""
-    made = tw.attention(*given, **flags)
+    call, *others = flags.get("call", tw.attention), *flags.items()
+    made = call(*given, **{name: value for name, value in others if name != "call"})
     outs = list(made) if isinstance(made, tuple) else [made]
     if not isinstance(given[0], Tensor) or not given[0].requires_grad:
         return outs
     numbers = torch.Generator().manual_seed(3)
     dout = torch.randn(outs[0].transpose(1, 2).shape, generator=numbers).to(outs[0].dtype).transpose(1, 2)
+    if outs[0].dim() == 3:
+        dout = torch.randn(outs[0].shape, generator=numbers).to(outs[0].dtype)
     wanted = [t for t in given if t.requires_grad]
     if len(outs) == 2 and outs[1].requires_grad:
         return outs + list(torch.autograd.grad(outs, wanted, (dout, torch.randn(outs[1].shape, generator=numbers))))
@@ -228,10 +301,32 @@ def of_length(n: int, *, queries: int | None = None, grad: bool = False) -> tupl
     return q, k, v
 
 
+def in_packs(n: int, *, grad: bool = False, first: int = 1) -> Tensor:
+    """Two sequences of n tokens together."""
+    q, k, v = (torch.randn(n, 2, 32, requires_grad=grad) for _ in range(3))
+    cu = torch.tensor([0, first, n], dtype=torch.int32)
+    return tw.attention_varlen(q, k, v, cu, cu, causal=True)
+
+
+PAGES = torch.randn(2, 80, 16, 2, 32)
+
+
+def in_pages(n: int, **changes: Any) -> Tensor:
+    """Two sequences, of which one has n keys, over a table that grows with them."""
+    columns = -(-n // 16)
+    given = {
+        "block_table": torch.arange(2 * columns, dtype=torch.int32).view(2, columns) % 80,
+        "seqlens_k": torch.tensor([n, n // 2], dtype=torch.int32),
+    }
+    return tw.attention_paged(torch.randn(2, 4, 32), *PAGES, **(given | changes))
+
+
 LOOPS: dict[str, Callable[[int], object]] = {
     "decode": lambda n: tw.attention(*of_length(n, queries=1)),
     "prefill": lambda n: tw.attention(*of_length(n), causal=True),
     "training": lambda n: tw.attention(*of_length(n, grad=True), causal=True).backward(torch.ones(1, 2, n, 32)),
+    "packed": in_packs,
+    "pages": in_pages,
 }
 
 
@@ -241,13 +336,13 @@ def test_a_thousand_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, lengths = LOOPS[name], range(2, 402) if name == "training" else range(2, 1002)
     for n in lengths[:100:10]:
         call(n)
-    made, plain = [], Trace.function
+    made, plain = [], Plan.finish
 
-    def function(*given: Any) -> Any:
-        made.append(given)
-        return plain(*given)
+    def finish(plan: Plan) -> Plan:
+        made.append(plan)
+        return plain(plan)
 
-    monkeypatch.setattr(Trace, "function", function)
+    monkeypatch.setattr(Plan, "finish", finish)
     loaded = cache.program.cache_info().misses
     gc.collect()
     tracemalloc.start()
@@ -263,6 +358,77 @@ def test_a_thousand_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) <= 6
 
 
+@pytest.mark.parametrize("first", [-1, 33, 31])
+def test_contents_are_checked_by_every_call(first: int) -> None:
+    """Of every length, after calls for which plans were made."""
+    for n in (20, 22, 24, 24):
+        in_packs(n)
+    for n in (24, 30, 30):
+        with pytest.raises(tw.InvalidProblem, match="cu_seqlens_q"):
+            in_packs(n, first=first)
+        in_packs(n)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seqlens_k": torch.tensor([-1, 5], dtype=torch.int32)}, "between 0 and"),
+        ({"seqlens_k": torch.tensor([50, 5], dtype=torch.int32)}, "between 0 and"),
+        ({"block_table": torch.tensor([[0, 80, 1], [0, 0, 0]], dtype=torch.int32)}, "below num_pages"),
+        ({"block_table": torch.tensor([[0, 1, 2], [-1, 0, 0]], dtype=torch.int32)}, "none negative"),
+        ({"seqlens_k": torch.tensor([50, 5, 5], dtype=torch.int32)}, "batch"),
+        ({"block_table": torch.zeros(0, 3, dtype=torch.int32)}, "batch"),
+    ],
+)
+def test_pages_are_checked_by_every_call(change: dict[str, Tensor], message: str) -> None:
+    for n in (20, 36, 52, 37):
+        in_pages(n)
+    for n in (36, 47):
+        with pytest.raises(tw.InvalidProblem, match=message):
+            in_pages(n, **change)
+        in_pages(n)
+    # Entries past the last page in use may be anything.
+    table = torch.tensor([[0, 1, -5], [2, 900, 900]], dtype=torch.int32)
+    in_pages(32, block_table=table)
+
+
+def test_lengths_that_change_in_place_are_read_again() -> None:
+    """Also where addresses, shapes and bounds are those of the call before."""
+    q, k, v = (torch.randn(60, 2, 32) for _ in range(3))
+    cu = torch.tensor([0, 20, 60], dtype=torch.int32)
+    for middle in (20, 20, 20, 35, 7, 7, 60, 0):
+        cu[1] = middle
+        made = tw.attention_varlen(q, k, v, cu, cu)
+        parts = [
+            tw.attention(*[t[a:b].transpose(0, 1)[None] for t in (q, k, v)]) for a, b in ((0, middle), (middle, 60))
+        ]
+        torch.testing.assert_close(made, torch.cat([part[0].transpose(0, 1) for part in parts]))
+    cu[1] = 61
+    with pytest.raises(tw.InvalidProblem, match="never decrease"):
+        tw.attention_varlen(q, k, v, cu, cu)
+
+
+@pytest.mark.parametrize("name", ["columns", "tiles"])
+def test_plans_that_cannot_be_made_are_not_tried_for_ever(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, plain = [], Trace.__init__
+
+    def count(trace: Trace, *given: Any) -> None:
+        made.append(given)
+        plain(trace, *given)
+
+    monkeypatch.setattr(Trace, "__init__", count)
+    for n in range(20, 40):
+        q, k, v = (torch.randn(n, 2, 32) for _ in range(3))
+        cu = torch.tensor([0, 5, n], dtype=torch.int32)
+        flags: dict[str, Any] = {}
+        if name == "columns":
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        else:
+            flags = {"mask": tw.TileMask.chunks(8, n), "max_seqlen_q": n, "max_seqlen_k": n}
+        assert tw.attention_varlen(q, k, v, cu, cu, **flags).shape == q.shape
+    assert len(made) == 5
+
+
 def pages() -> int:
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -272,9 +438,9 @@ def test_repeated_calls_follow_the_number_of_threads(monkeypatch: pytest.MonkeyP
     """Also where the plan was made, and kept, for another number."""
     used, plain = [], threads.run
 
-    def run(address: int, block: Any, count: int) -> None:
+    def run(program: cache.Program, block: Any, count: int) -> None:
         used.append(count)
-        plain(address, block, count)
+        plain(program, block, count)
 
     monkeypatch.setattr(threads, "run", run)
     given = (torch.randn(1, 8, 512, 64), torch.randn(1, 8, 512, 64), torch.randn(1, 8, 512, 64))
@@ -316,6 +482,31 @@ def test_empty_tensors_after_others(empty: str) -> None:
         assert torch.equal(lse, torch.full((batch, 2, queries), -torch.inf))
         gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         assert all(not g.any() and g.shape == t.shape for g, t in zip(gradients, (q, k, v), strict=True))
+
+
+def test_strides_of_one_row_may_be_of_any_size() -> None:
+    """No kernel takes a step there; a plan whose numbers take more than 64 bits does not apply."""
+    plain = of_length(1)
+    expected = tw.attention(*plain)
+    tw.attention(*of_length(30))
+    for exponent in (40, 56, 57, 58, 59, 60):
+        q, k, v = (t.as_strided(t.shape, (2**exponent, 32, 2**exponent, 1)) for t in plain)
+        for _ in range(3):
+            assert torch.equal(tw.attention(q, k, v), expected)
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_empty_latents_after_others(empty: str) -> None:
+    """V is a view of K's first columns: the addresses of both are 0 where there are none."""
+    for keys in (300, 301):
+        k = torch.randn(2, 1, keys, 48)
+        tw.attention(torch.randn(2, 4, 1, 48), k, k[..., :32])
+    batch, queries, keys = {"batch": (0, 1, 300), "queries": (2, 0, 300), "keys": (2, 1, 0)}[empty]
+    q, k = torch.randn(batch, 4, queries, 48), torch.randn(batch, 1, keys, 48)
+    for _ in range(3):
+        out = tw.attention(q, k, k[..., :32])
+        assert out.shape == (batch, 4, queries, 32)
+        assert not out.any()
 
 
 def test_shapes_that_do_not_fit_are_refused_by_open_plans_too() -> None:

@@ -12,7 +12,7 @@ import importlib
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,8 +28,7 @@ from tilewise.backends.hopper import BACKEND as HOPPER
 from tilewise.backends.triton import BACKEND as TRITON
 from tilewise.backends.triton.configs import SHORT_KEYS
 from tilewise.canonical import canonical
-from tilewise.operands import LENGTHS as BOUNDS
-from tilewise.operands import Flags, Operands, Wanted
+from tilewise.operands import NO_LENGTHS, Flags, Operands, Wanted
 from tilewise.problem import AttentionProblem
 from tilewise.tile_masks import tile_mask
 from tilewise.tiles import bits_by_queries, lists_of
@@ -103,21 +102,44 @@ def test_twenty_lengths_compile_each_triton_kernel_once(h200: FakeCuda, compiled
     assert compiled[before:] == ["forward_kernel"]
 
 
-def laid_out(bound: Any, numbers: Any, tensors: Sequence[Tensor | None]) -> list[bytes]:
-    """What the driver gets for launches with certain numbers, at made-up addresses."""
-    bound._names = None
-    key = tuple(range(4096, 4096 * 30, 4096))[: 1 + len(bound._named(tensors))]
-    blocks = bound._laid_out(numbers, key, tensors, is_spare=False)
-    parts = []
-    for launch, block in zip(bound._launches, blocks, strict=True):
-        begin = driver.WORD * (len(launch.values) + driver.NUM_SCRATCH)
-        parts.append(block.memory.raw[begin : begin + launch.packing.size])
-        parts += [ctypes.string_at(ctypes.addressof(a.word) - driver.WORD, driver.MAP_BYTES) for a in block.maps]
-    return parts
+class Seen:
+    """Functions of the driver that keep what they are given for the launches of a pass, instead of starting them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plain = driver._address_of
+        self._kinds: list[list[str]] = []
+        self.launches: list[tuple[bytes, ...]] = []
+        # Lives as long as the plans that have its address.
+        self._launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(self._keep)
+        address = ctypes.cast(self._launch, ctypes.c_void_p).value
+        monkeypatch.setattr(driver, "_address_of", lambda n: address if n == "cuLaunchKernelEx" else plain(n))
+
+    def _keep(self, config: int, _kernel: int, parameters: int, _extra: int) -> int:
+        kinds = self._kinds[len(self.launches)]
+        pointers = (ctypes.c_uint64 * (len(kinds) + driver.NUM_SCRATCH)).from_address(parameters)
+        sizes = [driver.MAP_BYTES if k.startswith("tensordesc") else driver.SIZES.get(k, driver.WORD) for k in kinds]
+        assert all(pointer % driver.MAP_ALIGNMENT == 0 for pointer, n in zip(pointers, sizes, strict=False) if n > 8)
+        values = [ctypes.string_at(pointer, size) for pointer, size in zip(pointers, [*sizes, 8, 8], strict=True)]
+        self.launches.append((ctypes.string_at(config, 8 * driver.ATTRIBUTES), *values))
+        return 0
+
+    def of(self, bound: Any, tensors: Sequence[Tensor | None], frame: Any = None) -> list[tuple[bytes, ...]]:
+        """The launches of a pass with these tensors, where what it makes has made-up addresses."""
+        given = {name: t for name, t in zip(bound._given, tensors, strict=False) if t is not None}
+        found = bound._laid_out or bound._lay_out(None, list(given))
+        made = {name: 1 << 20 << i for i, name in enumerate((*bound.made, launching.BLOCK, "counter"))}
+        addresses = {name: tensor.data_ptr() for name, tensor in given.items()} | made
+        frame = frame or found.plan.frame()
+        self._kinds, self.launches = [launch._kinds for launch in bound._launches], []
+        found.put(frame.words, found.first, 7, False, *[addresses[name] for name in found.names])
+        assert found.plan.start(*frame.starting) == 1
+        return self.launches
 
 
 @pytest.mark.parametrize("which", [HOPPER, TRITON], ids=lambda backend: backend.name)
-def test_plans_that_serve_other_lengths_lay_out_the_same_bytes(which: Any, h200: FakeCuda) -> None:
+def test_plans_that_serve_other_lengths_lay_out_the_same_bytes(
+    which: Any, h200: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forwards and backwards of lengths that one plan serves, beside passes made for each of them."""
 
     def forward(problem: AttentionProblem, operands: Any) -> Any:
@@ -132,7 +154,8 @@ def test_plans_that_serve_other_lengths_lay_out_the_same_bytes(which: Any, h200:
         out, lse = torch.zeros_like(operands.q), torch.zeros(operands.q.shape[:3])
         return (torch.zeros_like(out), None, out, lse, *operands)
 
-    flags, lengths = Flags(causal=True, needs_grad=True), (600, 601, 999, 1000, 777)
+    seen = Seen(monkeypatch)
+    flags, lengths = Flags(causal=True, needs_grad=True), (600, 601, 999, 1000, 777, 600)
     for prepare, names, first in ((forward, Operands._fields, 4), (backward, ops._GIVEN, 0)):
         given = given_of(lengths[0])[first:]
         opened = ops._opened("dense", names, given, flags, prepare)
@@ -140,12 +163,15 @@ def test_plans_that_serve_other_lengths_lay_out_the_same_bytes(which: Any, h200:
         served = 0
         for length in lengths:
             given = given_of(length)[first:]
-            sized = opened.measure(*[t for t in given if t is not None], *[None] * len(BOUNDS))
+            sized = opened.measure([t for t in given if t is not None], NO_LENGTHS)
             if sized is None:
                 continue
             operands = operands_of(length, dim=128, heads=4)
             exact = prepare(validation.problem_of("dense", operands, flags), operands if first else given)
-            assert laid_out(opened.bound, sized.numbers, given) == laid_out(exact, (), given)
+            found = seen.of(opened.bound, given, sized)
+            assert found == seen.of(exact, given)
+            assert len(found) == len(exact.calls) > 0
+            cast("Any", opened.bound)._laid_out.plan.release(sized)  # the next length gets the same words
             served += 1
         assert served > 2
 
@@ -335,21 +361,64 @@ def test_threads_share_prepared_launches(h200: FakeCuda, compiled: list[str]) ->
     assert compiled == ["forward_kernel"]
 
 
-def test_threads_drop_launches_at_the_same_time(h200: FakeCuda) -> None:
-    """Another thread adds one between the two steps that find the oldest."""
+@pytest.mark.parametrize("which", [HOPPER, TRITON], ids=lambda backend: backend.name)
+def test_threads_share_a_plan_for_all_lengths(which: Any, h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call has the words of its own launch: the driver runs without the GIL."""
+    monkeypatch.setattr(type(which), "unavailable", lambda _: None)
+    calls.forget()
+    tensors = {n: operands_of(n, dim=128, heads=4)[:3] for n in range(600, 640)}
 
-    class Shared(dict[Any, Any]):
-        def __iter__(self) -> Iterator[Any]:
-            found = super().__iter__()
-            self[len(self),] = None
-            return found
+    def attend(n: int) -> None:
+        with devices.overridden(devices.named("h200")):
+            out, lse = tilewise.attention(*tensors[n], causal=True, backend=which.name, return_lse=True)
+        assert out.shape == tensors[n][0].shape
+        assert lse.shape == (1, 4, n)
 
-    problem, ready = problem_of(operands_of(200))
-    bound: Any = TRITON.bind_forward(problem, ready, want_lse=True)
-    known = Shared({(-number,): None for number in range(launching.MAX_LAID_OUT)})
-    h200.expect()
-    assert bound(ready[:3], None, launching.Sized((), known)) is not None
-    assert h200.launches == 1
+    for n in (600, 601, 602):
+        attend(n)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(attend, [n for _ in range(20) for n in tensors]):
+            pass
+    calls.forget()
+
+
+@pytest.mark.parametrize("which", [HOPPER, TRITON], ids=lambda backend: backend.name)
+def test_calls_of_odd_sizes_after_others(which: Any, h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row with a stride that takes all bits, and empty latents, once there are plans."""
+    monkeypatch.setattr(type(which), "unavailable", lambda _: None)
+    calls.forget()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> None:
+        for _ in range(3):
+            out = tilewise.attention(q, k, v, backend=which.name)
+            assert out.shape == (*q.shape[:-1], v.shape[-1])
+
+    for n in (300, 301):
+        k = torch.zeros(2, 1, n, 576, dtype=BF16)
+        attend(*operands_of(n, dim=128)[:3])
+        attend(torch.zeros(2, 16, 1, 576, dtype=BF16), k, k[..., :512])
+    for exponent in (40, 56, 58, 59):
+        k = torch.zeros(1, 2, 300, 128, dtype=BF16).as_strided((1, 2, 300, 128), (2**exponent, 300 * 128, 128, 1))
+        q = torch.zeros(1, 2, 1, 128, dtype=BF16).as_strided((1, 2, 1, 128), (2**exponent, 128, 2**exponent, 1))
+        attend(q, k, k)
+    for batch, queries, keys in ((0, 1, 300), (2, 0, 300), (2, 1, 0)) if which is TRITON else ():
+        k = torch.zeros(batch, 1, keys, 576, dtype=BF16)
+        attend(torch.zeros(batch, 16, queries, 576, dtype=BF16), k, k[..., :512])
+    calls.forget()
+
+
+def test_a_map_that_the_driver_refuses(h200: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what it was to be made of, in every call."""
+    refuse = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 1)
+    address, plain = ctypes.cast(refuse, ctypes.c_void_p).value, driver._address_of
+    monkeypatch.setattr(driver, "_address_of", lambda n: address if n == "cuTensorMapEncodeTiled" else plain(n))
+    problem, ready = problem_of(operands_of(300, dim=128), causal=True)
+    bound = HOPPER.bind_forward(problem, ready, want_lse=True)
+    assert bound is not None
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"error 1\) at address \d+ with shape .*300, 128\) and strides"):
+            bound(ready[:3])
+    assert h200.launches == 0
 
 
 def test_masks_and_their_lists_are_made_without_a_word_of_the_compiler(h200: FakeCuda, compiled: list[str]) -> None:

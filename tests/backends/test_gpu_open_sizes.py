@@ -5,7 +5,6 @@ Kernels are described, not compiled: for these tests a kernel is the types that 
 
 from __future__ import annotations
 
-import functools
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -42,12 +41,14 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every device is an H200, and a compiled kernel is only told apart from others."""
 
     def compile_call(call: Any, _device: Any, _index: int, types: Any) -> Any:
-        about = SimpleNamespace(num_warps=4, shared=0, tensordesc_meta=[{}] * 32)
+        ranks = [kind[: kind.index("]")].count(",") + 1 for kind in driver.kinds_of(types.signature) if "[" in kind]
+        maps = [{"block_size": [1] * rank, "swizzle": 0} for rank in ranks]
+        about = SimpleNamespace(num_warps=4, shared=0, tensordesc_meta=maps)
         made = SimpleNamespace(metadata=about, function=1, run=None)
         return KNOWN.setdefault((call.kernel, types, tuple(call.options.items())), made)
 
     monkeypatch.setattr(driver, "compile_call", compile_call)
-    monkeypatch.setattr(driver, "_formats", lambda _, signature: driver.formats_of(driver.kinds_of(signature)))
+    monkeypatch.setattr(driver, "_kinds", lambda _, signature: list(driver.kinds_of(signature)))
     monkeypatch.setattr(validation, "reads_contents", lambda *_: False)
     with devices.overridden(H200):
         yield
@@ -205,29 +206,23 @@ def bound(backend: Any, problem: AttentionProblem, operands: Any) -> Any:
     return None if found is not None and operands.out is not None and "out" in found.made else found
 
 
-@functools.cache
-def description(found: Any) -> Callable[[Any], Any]:
-    """What an open pass has, as a function of the numbers for certain sizes."""
-    lines = [*symbolic.unpacked(found._numbers(), "numbers"), f"return {symbolic.code(found.described)}"]
-    described: Callable[[Any], Any] = symbolic.function("numbers", lines, {"torch": torch})
-    return described
-
-
 def applies(found: Any, sized: Any) -> bool:
     """Whether the numbers of an open pass for certain sizes fit into the parameters of its kernels."""
-    try:
-        if sized is not None:
-            launches = description(found)(sized.numbers)[3]
-            for launch, (grid, values, *_) in zip(found._launches, launches, strict=True):
-                launch.packing.pack(*values, 0, *grid, *[0] * 5)
-    except struct.error:
+    if sized is None:
         return False
-    return sized is not None
+    found, words = found._laid_out, len(found._laid_out.names)
+    # Watched launches are laid out, and not started. All addresses are aligned.
+    found.put(sized.words, found.first, 0, True, *[4096] * words)
+    for word in found.plan.addresses.values():
+        struct.pack_into("=q", sized.words, 8 * word, 4096)
+    return bool(found.plan.start(*sized.starting) == -1)
 
 
 def differences(found: Any, sized: Any, exact: Any) -> list[Any]:
     """What an open pass has for certain sizes that an exact one has not."""
-    pairs = list(zip(description(found)(sized.numbers), exact.described, strict=True))
+    plan = found._laid_out.plan
+    values = {number.at: plan.value(sized, number) for number in symbolic.numbers_in(found.described)}
+    pairs = list(zip(symbolic.replaced(found.described, values), exact.described, strict=True))
     kernels = zip(found._launches, exact._launches, strict=True)
     return [pair for pair in pairs if pair[0] != pair[1]] + [
         a.call.kernel for a, b in kernels if a.compiled is not b.compiled
@@ -251,7 +246,7 @@ def test_open_forwards_are_those_of_each_size(name: str, plain: bool) -> None:
         for plan in plans:
             if plan.form != form_of(Operands._fields, operands, lengths):
                 continue
-            sized = plan.measure(*present, *lengths)
+            sized = plan.measure(present, lengths)
             if applies(plan.bound, sized):
                 applying.append(plan)
                 assert exact is not None, problem
@@ -262,7 +257,7 @@ def test_open_forwards_are_those_of_each_size(name: str, plain: bool) -> None:
                 kind, Operands._fields, operands, flags, lambda problem, given: bound(backend, problem, given)
             )
             if opened is not None:
-                sized = opened.measure(*present, *lengths)
+                sized = opened.measure(present, lengths)
                 assert differences(opened.bound, sized, exact) == [], problem
                 plans.append(Plan(form_of(Operands._fields, operands, lengths), opened.bound, opened.measure))
     assert len(plans) > 0
@@ -301,7 +296,7 @@ def test_open_backwards_are_those_of_each_size(name: str, deterministic: bool, p
         exact = prepare(problem, given)
         present, lengths = [t for t in given if t is not None], flags.lengths
         form = form_of(names, given, lengths)
-        sizes = [(p, p.measure(*present, *lengths)) for p in plans if p.form == form]
+        sizes = [(p, p.measure(present, lengths)) for p in plans if p.form == form]
         for plan, sized in sizes:
             if applies(plan.bound, sized):
                 assert exact is not None, problem
@@ -309,7 +304,7 @@ def test_open_backwards_are_those_of_each_size(name: str, deterministic: bool, p
         if exact is not None and not any(applies(plan.bound, sized) for plan, sized in sizes):
             opened = ops._opened(kind, names, given, flags, prepare)
             if opened is not None:
-                assert differences(opened.bound, opened.measure(*present, *lengths), exact) == [], problem
+                assert differences(opened.bound, opened.measure(present, lengths), exact) == [], problem
                 plans.append(Plan(form, opened.bound, opened.measure))
     assert len(plans) > 0
 
@@ -319,9 +314,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The backends whose passes public calls started; they allocate their results and launch nothing."""
     used: list[str] = []
 
-    def called(found: Any, _tensors: Any, _places: Any = None, sized: Any = None) -> Any:
+    def called(found: Any, tensors: Any, _places: Any = None, _sized: Any = None) -> Any:
         used.append(found.calls[0].kernel.__module__.split(".")[2])
-        return found._make((found._sized if sized is None else sized).numbers, 0)[0]
+        return [torch.empty_like(tensors[0]), torch.empty(tensors[0].shape[:3])]
 
     monkeypatch.setattr(launching.Pass, "__call__", called)
     for name in ("hopper", "triton"):
@@ -382,7 +377,7 @@ def test_few_plans_serve_many_lengths(name: str) -> None:
     backend, plans = dispatch.load(which), list[Any]()
     for batch, length in sizes:
         operands = make(batch, length)
-        if any(plan.measure(*operands[:3], *[None] * len(LENGTHS)) is not None for plan in plans):
+        if any(plan.measure(operands[:3], [None] * len(LENGTHS)) is not None for plan in plans):
             continue
         opened = ops._opened(
             "dense", Operands._fields, operands, Flags(**flags), lambda problem, given: bound(backend, problem, given)

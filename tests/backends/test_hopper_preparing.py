@@ -38,7 +38,7 @@ CASES = {
 @pytest.fixture
 def waves_of_one(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """A tile of one head after the other."""
-    prepared = emulated("launch").backward_pass
+    prepared = emulated("launch").launching.kept
     monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: True)
     monkeypatch.setattr(emulated("configs"), "ENDING_SEQLEN_K", (300, 1024))
     monkeypatch.setattr(emulated("backward_plan"), "AHEAD_HEADS", 1)
@@ -78,7 +78,7 @@ def test_packed_sequences_behind_the_front(
     MODE.late_loads = late_loads
     monkeypatch.setattr(emulated("backward_plan").BackwardPlan, "together", lambda *_, **__: together)
     monkeypatch.setattr(emulated("configs"), "prepares_listed", lambda _: True)
-    prepared = emulated("launch").backward_pass
+    prepared = emulated("launch").launching.kept
     prepared.cache_clear()
     heads = set()
     prepare = emulated("preparing").prepare_tiles.function
@@ -186,7 +186,7 @@ CUT = {
 @pytest.fixture
 def cut(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
     """Whatever is to be gained, and pieces of any length."""
-    prepared = emulated("launch").backward_pass
+    prepared = emulated("launch").launching.kept
     monkeypatch.setattr(emulated("configs"), "prepares_ahead", lambda _: False)
     monkeypatch.setattr(emulated("backward_plan"), "cuts_last_round", lambda _: True)
     monkeypatch.setattr(emulated("backward_plan"), "PIECES_GAIN", 1)

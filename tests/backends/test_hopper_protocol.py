@@ -22,6 +22,7 @@ from emulated_backend import Emulated
 from gluon_emulator import MODE
 from sampling import marks_of, sampled
 from tilewise import masks
+from tilewise.backends.gpu.records import Window
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
 
@@ -181,7 +182,7 @@ def test_tile_ranges_agree_with_masks(band: tuple[int | None, int | None], emula
     left, right = band
     for seqlen_q, seqlen_k in itertools.product((1, 63, 130, 400), (1, 64, 129, 300, 513)):
         shown = masks.Band(seqlen_q, seqlen_k, left, right)
-        sizes = schedule.Sizes(*[0] * 10, window_left=left or 0, window_right=right or 0)
+        sizes = schedule.Sizes(*[0] * 10, window=Window(left or 0, right or 0))
         flags = {"HAS_LEFT": left is not None, "HAS_RIGHT": right is not None, "IS_CAUSAL": right == 0}
         forward = configs.ForwardConfig(NUM_WARPGROUPS=2, BLOCK_N=64, IS_LAZY=True, **flags)
         for block in range(-(-seqlen_q // 128)):
@@ -241,7 +242,7 @@ ORDINARY = (
 
 
 def force_tile(tile: str | None, emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulated("launch").forward_pass.cache_clear()
+    emulated("launch").launching.kept.cache_clear()
     if tile is not None:
         configs = emulated("configs")
         monkeypatch.setattr(configs, "_forward_tile", lambda _: getattr(configs, tile))

@@ -58,7 +58,7 @@ def masked(case: Case, mask: TileMask) -> tuple[AttentionProblem, Operands, Oper
 @pytest.mark.parametrize(("given", "shape"), sampled(CASES, ("d64", "d128", "d96 capped, sinks")))
 def test_the_forward_walks_lists(given: Case, shape: tuple[int, int], late_loads: bool, emulated: Emulated) -> None:
     MODE.late_loads = late_loads
-    emulated("launch").forward_pass.cache_clear()
+    emulated("launch").launching.kept.cache_clear()
     problem, operands, dense = masked(given, holes(shape, given.seqlens))
     got = emulated("launch").run_forward(problem, operands)
     assert emulated("counters").HostCounters().current() == 0, "the tile counter must come back to zero"
@@ -71,7 +71,7 @@ def test_the_forward_walks_lists(given: Case, shape: tuple[int, int], late_loads
 def test_the_forward_reads_no_tile_that_nobody_sees(head_dim: int, emulated: Emulated) -> None:
     """NaN in such tiles changes nothing, also in a block of queries that sees nothing at all."""
     MODE.late_loads = False
-    emulated("launch").forward_pass.cache_clear()
+    emulated("launch").launching.kept.cache_clear()
     case = Case(head_dim, heads=(1, 1), seqlens=(300, 400))
     dense = torch.zeros(300, 400, dtype=torch.bool)
     dense[:128, 128:256] = True
@@ -103,7 +103,7 @@ BACKWARD = {
 def test_the_backward_walks_lists(given: Case, shape: tuple[int, int], late_loads: bool, emulated: Emulated) -> None:
     """Gradients are those of fp64, and 0 where nothing is seen; keys and queries that no tile names are not touched."""
     MODE.late_loads = late_loads
-    emulated("launch").backward_pass.cache_clear()
+    emulated("launch").launching.kept.cache_clear()
     problem, operands, dense = masked(given, holes(shape, given.seqlens))
     scores = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     plain = replace(given.problem, dtype=torch.float64, mask_shape=scores)

@@ -19,19 +19,23 @@ import pytest
 import torch
 
 import tilewise as tw
+from making import watched
 from sampling import sampled
 from tilewise import device as devices
 from tilewise import fp8
 from tilewise.problem import AttentionProblem
 from tilewise.testing import BackendImplementation, Case, check
 from tilewise.testing.invariance import Sequences, check_invariant
+from tilewise.testing.tiles import overridden
 from triton_cases import assembled, registers_of
 
 triton = pytest.importorskip("triton")
 quantised = pytest.importorskip("tilewise.backends.triton.quantised")
 launch = pytest.importorskip("tilewise.backends.triton.launch")
+configs = pytest.importorskip("tilewise.backends.triton.configs")
 planning = pytest.importorskip("tilewise.backends.triton.planning")
 compilation = pytest.importorskip("tilewise.backends.gpu.compilation")
+launching = pytest.importorskip("tilewise.backends.gpu.launching")
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -86,6 +90,17 @@ ORDINARY = (
 @pytest.mark.parametrize("case", sampled(CASES, ORDINARY))
 def test_interpreted_cases(case: Case) -> None:
     check(case, BackendImplementation("triton", "cpu"))
+
+
+@only_interpreted
+@pytest.mark.parametrize("name", ["latent_tokens", pytest.param("latent_rows", marks=pytest.mark.exhaustive)])
+def test_interpreted_latents_in_boxes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper: whole tiles of pages by tensor maps, one for each part of the keys, the last tiles by pointers."""
+    made = watched(monkeypatch, launch, "part_boxes")
+    with overridden({"latent": configs.Config(16, 16, 4, 1, boxes=True)}):
+        check(CASES[name], BackendImplementation("triton", "cpu"))
+    assert made
+    assert all(None not in call.result.values() for call in made)
 
 
 def paged_call(k: fp8.Fp8Tensor, v: fp8.Fp8Tensor, q: torch.Tensor, length: int) -> torch.Tensor:
@@ -295,7 +310,7 @@ def test_compiled_decoding_keeps_its_pipeline(device: str, page_size: int | None
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fixed splits of 128 keys, merged two at a time."""
-    caches = (planning._plan, launch.forward_pass)
+    caches = (planning._plan, launching.kept)
     monkeypatch.setattr(planning, "SPLIT_KEYS", 128)
     monkeypatch.setattr(launch, "COMBINED_ELEMENTS", 2 * 64)
     for cache in caches:

@@ -23,6 +23,7 @@ import tilewise
 from interpreting import interpret
 from making import watched
 from tilewise import fp8
+from tilewise.backends.gpu.records import Window
 from tilewise.masks import Band, TileGrid, TileKind
 from tilewise.testing.tiles import overridden
 
@@ -35,7 +36,7 @@ planning = pytest.importorskip("tilewise.backends.triton.planning")
 quantising = pytest.importorskip("tilewise.backends.triton.quantising")
 key_range, query_range = primitives.key_range, primitives.query_range
 sequence_of = primitives.sequence_of
-DeviceBand, Traits = planning.Band, planning.Traits
+DeviceBand, Traits = Window, planning.Traits
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -192,33 +193,32 @@ def test_slots_of_many_sequences() -> None:
 @pytest.mark.parametrize(
     ("flags", "loads"),
     [
-        ({"causal": True}, "descriptors"),
         ({"causal": True}, "boxes"),
-        pytest.param({"window": (7, 3)}, "descriptors", marks=pytest.mark.exhaustive),
-        pytest.param({"causal": True}, "pointers", marks=pytest.mark.exhaustive),
+        ({"causal": True}, "apart"),
+        pytest.param({"window": (7, 3)}, "boxes", marks=pytest.mark.exhaustive),
         pytest.param({}, "boxes", marks=pytest.mark.exhaustive),
-        pytest.param({"window": (7, 3), "softcap": 3.0}, "boxes", marks=pytest.mark.exhaustive),
+        pytest.param({"causal": True}, "pointers", marks=pytest.mark.exhaustive),
+        pytest.param({}, "apart", marks=pytest.mark.exhaustive),
+        pytest.param({"window": (7, 3), "softcap": 3.0}, "apart", marks=pytest.mark.exhaustive),
     ],
-    ids=["causal", "causal_apart", "window", "causal_by_pointers", "apart", "window_apart"],
+    ids=["causal", "causal_apart", "window", "full", "causal_by_pointers", "apart", "window_apart"],
 )
 def test_joined_loops(flags: dict[str, Any], loads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on Hopper: masked tiles in the loop of the others, for packed sequences with ragged ends and shared heads.
-    Boxes as for wide heads: columns are padded by TMA, dP comes first, dK and dV have a kernel each.
+    Boxes pad columns. "apart" is as for wide heads: dP comes first, dK and dV have a kernel each.
     """
     driver = importlib.import_module("tilewise.backends.gpu.driver")
     made = watched(monkeypatch, driver, "materialised")
     generator = torch.Generator().manual_seed(1)
     lengths = (37, 0, 5)
-    dim = 12 if loads == "boxes" else 16
+    dim = 16 if loads == "pointers" else 12
     q, k, v, dout = (torch.randn(sum(lengths), heads, dim, generator=generator) for heads in (2, 1, 1, 2))
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     leaves = tuple(t.requires_grad_() for t in (q, k, v))
     found = []
-    tile = configs.Config(16, 16, 4, 1, descriptors=loads == "descriptors", joined=True)
-    if loads == "boxes":
-        tile = replace(
-            tile, boxes=True, dp_first=True, split=True, dv=replace(tile, block_m=32, boxes=True, split=True)
-        )
+    tile = configs.Config(16, 16, 4, 1, boxes=loads != "pointers", joined=True)
+    if loads == "apart":
+        tile = replace(tile, dp_first=True, split=True, dv=replace(tile, block_m=32, split=True))
     for backend in ("triton", "reference"):
         with overridden({"dkdv": tile, "dq": tile}):
             out = tilewise.attention_varlen(q, k, v, bounds, bounds, backend=backend, **flags)

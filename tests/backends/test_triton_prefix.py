@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from making import watched
 from sampling import sampled
 from tilewise import device as devices
 from tilewise import fp8
@@ -109,6 +110,21 @@ def flags_of(case: Shared) -> Flags:
 @only_interpreted
 @pytest.mark.parametrize("case", sampled(CASES, ("pages_of_3", "fp32", "no_own_keys", "e4m3", "int8")))
 def test_interpreted_prefixes_complete_what_rows_see_of_their_own_keys(case: Shared) -> None:
+    completes(case)
+
+
+@only_interpreted
+def test_interpreted_prefixes_in_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Hopper: whole tiles of pages come by tensor maps."""
+    monkeypatch.setattr(devices.DeviceSpec, "has_tma", True)
+    made = watched(monkeypatch, prefix, "_boxes")
+    completes(CASES["pages_of_64"])
+    assert made
+    assert all(None not in call.result.values() for call in made)
+
+
+def completes(case: Shared) -> None:
+    """Prefixes that are attended after a row's own keys give what fp64 gives for both."""
     batch = Batch(case)
     k: Any = batch.k
     v: Any = batch.v
@@ -182,7 +198,7 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
     other places as well.
     """
     monkeypatch.setattr(prefix, "num_splits", lambda *_: splits)
-    prefix.prefix_pass.cache_clear()
+    launching.kept.cache_clear()
     batch = Batch(case)
     both, given, (exact_k, exact_v) = own_and_prefixes(batch, unread)
     both._allocate = poisoned
@@ -204,7 +220,7 @@ def test_interpreted_passes_of_own_keys_and_prefixes_as_one(
             torch.testing.assert_close(made[1].double(), want_lse, atol=1e-4, rtol=1e-5)
         # Whoever came last has left none for the next call on this stream.
         assert not counters.any()
-    prefix.prefix_pass.cache_clear()
+    launching.kept.cache_clear()
 
 
 @pytest.mark.slow

@@ -33,13 +33,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def nothing_kept() -> Iterator[None]:
     """As in a new process: the compiled call is the first one that wants counters and constants."""
     from tilewise import calls
-    from tilewise.backends.gpu import counters
-    from tilewise.backends.hopper import launch
+    from tilewise.backends.gpu import counters, launching
     from tilewise.fp8 import rotation
 
     torch._dynamo.reset()
-    passes = [launch.forward_pass, launch.backward_pass, launch.decode_pass]
-    kept: list[Any] = [counters.counters_of, *passes, calls._family, calls._slot]
+    kept: list[Any] = [counters.counters_of, launching.kept, calls._family, calls._slot]
     kept += [cell.cell_contents for name in rotation.__all__ for cell in getattr(rotation, name).__closure__ or ()]
     for one in kept:
         if hasattr(one, "cache_clear"):

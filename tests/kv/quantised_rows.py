@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from tilewise.fp8.rounding import encode_rows
-from tilewise.kv.quantised import new_scales, write_quantised
+from tilewise.kv.quantised import QuantisedRows, new_scales, write_quantised
 
 HEADS, DIMS, E4M3, CPU = 2, (24, 40), torch.float8_e4m3fn, torch.device("cpu")
-Append = Callable[..., Any]
+Append = Callable[[QuantisedRows], Any]
 
 
 def check_e4m3(
@@ -40,9 +40,10 @@ def check_e4m3(
         new[1] *= torch.logspace(-6, 0, DIMS[1])
         rows, where = [t.to(dtype) for t in new], torch.tensor(slots)
         rows[0][0, 0, 3], rows[1][0, 1, 7], rows[1][1] = torch.nan, -torch.inf, 0.0
-        for n, (pages, scale) in enumerate(zip(codes, scales, strict=True)):
-            write_quantised(rows[n], pages.view(E4M3), scale, where)
-        append([t.to(device) for t in rows], [t.view(E4M3) for t in mine], mine_scales, where.to(device))
+        for n, (kept, scale) in enumerate(zip(codes, scales, strict=True)):
+            write_quantised(rows[n], kept.view(E4M3), scale, where)
+        pages = [t.view(E4M3) for t in mine]
+        append(QuantisedRows._make([*[t.to(device) for t in rows], *pages, *mine_scales, where.to(device)]))
         for a, b in zip((*mine, *mine_scales), (*codes, *scales), strict=True):
             assert torch.equal(a.cpu(), b)
     assert scales[0].unique().numel() > 2
@@ -68,7 +69,7 @@ def check_int8(
         scales = list(torch.full((num_pages, page_size, HEADS, 2), 3.0).transpose(1, 2).unbind(-1))
     mine, mine_scales = ([t.to(device) if device != "cpu" else t for t in made] for made in (pages, scales))
     expected = [t.clone() for t in (*pages, *scales)]
-    append([t.to(device) for t in rows], mine, mine_scales, slots.to(device))
+    append(QuantisedRows._make([*[t.to(device) for t in rows], *mine, *mine_scales, slots.to(device)]))
     for n in range(2):
         codes, scale = encode_rows(rows[n])
         for row, slot in enumerate(slots.tolist()):

@@ -11,7 +11,7 @@ import tilewise as tw
 from quantised_rows import check_e4m3, check_int8
 from tilewise import InvalidProblem, Unsupported, fp8, kv
 from tilewise.fp8.rounding import encode_rows
-from tilewise.kv.quantised import append_quantised, new_scales, write_quantised
+from tilewise.kv.quantised import QuantisedRows, append_quantised, new_scales, write_quantised
 from tilewise.kv.writing import write_rows
 
 HEADS, DIM = 2, 16
@@ -164,7 +164,7 @@ def test_compiled_appends_write_the_same() -> None:
     def append(k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         pages = [torch.zeros(3, 4, HEADS, DIM, dtype=INT8) for _ in range(2)]
         scales = [new_scales(1, 3, HEADS, CPU, 4)[0] for _ in range(2)]
-        append_quantised((k, v), (pages[0], pages[1]), (scales[0], scales[1]), slots)
+        append_quantised(QuantisedRows._make([k, v, *pages, *scales, slots]))
         return [*pages, *scales]
 
     compiled = torch.compile(append, backend="eager", fullgraph=True)
@@ -261,7 +261,7 @@ def test_a_slot_past_the_pages_is_refused_on_a_cpu(dtype: torch.dtype) -> None:
         if dtype == torch.float32:
             write_rows(rows[0], rows[1], pages[0], pages[1], slots)
         else:
-            append_quantised((rows[0], rows[1]), (pages[0], pages[1]), (scales[0], scales[1]), slots)
+            append_quantised(QuantisedRows._make([*rows, *pages, *scales, slots]))
 
     for _ in range(2):
         with pytest.raises(tw.InvalidProblem, match="slots"):

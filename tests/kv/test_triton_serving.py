@@ -84,17 +84,19 @@ def append(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     from tilewise.backends.triton import serving
 
     monkeypatch.setattr(serving, "MANY_ROWS", 0 if request.param else 2048)
-    launching._described.cache_clear()
+    launching.kept.cache_clear()
 
-    def append(rows: Any, pages: Any, scales: Any, slots: Tensor) -> None:
+    def append(rows: QuantisedRows) -> None:
         # Latents are rows without V.
-        alone, alone_scale = pages[1].clone(), scales[1].clone()
-        whole: Any = (*rows, *pages, *scales, slots)
-        serving.append_quantised(QuantisedRows(*whole))
-        if pages[0].dtype != torch.int8:
-            serving.append_quantised(QuantisedRows(rows[1], None, alone, None, alone_scale, None, slots))
-            assert torch.equal(alone.view(torch.uint8), pages[1].view(torch.uint8))
-            assert torch.equal(alone_scale, scales[1])
+        assert rows.v is not None
+        assert rows.v_pages is not None
+        assert rows.v_scale is not None
+        alone, alone_scale = rows.v_pages.clone(), rows.v_scale.clone()
+        serving.append_quantised(rows)
+        if rows.k_pages.dtype != torch.int8:
+            serving.append_quantised(QuantisedRows(rows.v, None, alone, None, alone_scale, None, rows.slots))
+            assert torch.equal(alone.view(torch.uint8), rows.v_pages.view(torch.uint8))
+            assert torch.equal(alone_scale, rows.v_scale)
 
     return append
 
@@ -201,7 +203,7 @@ def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rotating, "MANY_ROWS", 0)
     monkeypatch.setattr(rotating, "MANY", (128, 2))
-    launching._described.cache_clear()
+    launching.kept.cache_clear()
 
 
 def both(options: dict[str, Any], dtype: torch.dtype = torch.float32, in_place: bool = False, **changed: Any) -> Any:

@@ -61,9 +61,8 @@ class Bound(Protocol):
 
     def open(self, trace: Trace) -> Callable[..., Any]:
         """Of a pass that was prepared with numbers in place of sizes (see tilewise.symbolic): a function of the tensors
-        that are not None and the bounds on lengths. It returns what the pass needs for their sizes, a record with a
-        method `kept`, or None if they need another pass. A pass of a backend from outside that lacks `open` serves the
-        sizes that it was prepared for.
+        that are not None, and of the bounds on lengths. It returns what the pass needs for their sizes, or None if they
+        need another pass. A pass of a backend from outside that lacks `open` serves the sizes that it was prepared for.
         """
 
 

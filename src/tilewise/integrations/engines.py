@@ -25,7 +25,7 @@ from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import E4M3, Fp8Tensor
 from tilewise.fp8.quantisation import quantize
-from tilewise.kv.quantised import append_quantised
+from tilewise.kv.quantised import QuantisedRows, append_quantised
 from tilewise.kv.tables import shared_prefix_of
 from tilewise.kv.writing import write_rows
 from tilewise.problem import MAX_HEAD_DIM, MAX_HEAD_DIM_V
@@ -344,7 +344,8 @@ class Layer:
         if self.is_int8:
             if slots.dtype != torch.int64:
                 raise InvalidProblem("slots", "an int64 tensor", slots.dtype, "Convert it with .long().")
-            append_quantised((k, v), pages.written, pages.scales, slots)
+            k_scale, v_scale = pages.scales
+            append_quantised(QuantisedRows(k, v, *pages.written, k_scale, v_scale, slots))
             return
         if self.is_e4m3:
             if not count:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tilewise import derivatives
 from tilewise.api import attention_paged
+from tilewise.backends.base import QuantisedRows
 from tilewise.cascade import SharedPrefix
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import Fp8Tensor
@@ -268,9 +269,10 @@ class PagedKVCache:
         if not self._scales:
             write_rows(k, v, *self._targets(layer), slots)
         else:
-            rows = (torch.cat((v, k), -1),) if self.latent else (k, v)
+            latents = torch.cat((v, k), -1) if self.latent else None
+            rows = self._quantised(k, v, layer, slots) if latents is None else self._latents(latents, layer, slots)
             with self._rescaling(now, layer):
-                append_quantised(rows, *self._quantised(layer), slots)
+                append_quantised(rows)
         self._note_written(now, layer)
 
     def append_rotated(
@@ -319,7 +321,7 @@ class PagedKVCache:
                 out=out,
             )
             if new is not None:
-                append_quantised((new[:, 0],), *self._quantised(layer), now.batch.slots)
+                append_quantised(self._latents(new[:, 0], layer, now.batch.slots))
         self._note_written(now, layer)
         return turned
 
@@ -528,9 +530,14 @@ class PagedKVCache:
         values = self.v.shape[-1]
         return latents[..., values:], latents[..., :values]
 
-    def _quantised(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """The e4m3 pages of a layer, and their scales."""
-        return self._of_layer(self._stored, layer), self._of_layer(self._scales, layer)
+    def _quantised(self, k: Tensor, v: Tensor, layer: int, slots: Tensor) -> QuantisedRows:
+        """Rows for the 8-bit pages of a layer."""
+        (k_pages, v_pages), (k_scale, v_scale) = (self._of_layer(t, layer) for t in (self._stored, self._scales))
+        return QuantisedRows(k, v, k_pages, v_pages, k_scale, v_scale, slots)
+
+    def _latents(self, rows: Tensor, layer: int, slots: Tensor) -> QuantisedRows:
+        (pages,), (scale,) = (self._of_layer(t, layer) for t in (self._stored, self._scales))
+        return QuantisedRows(rows, None, pages, None, scale, None, slots)
 
     def _of_layer(self, tensors: Sequence[Tensor], layer: int) -> list[Tensor]:
         """A layer of each tensor. Torch makes no view of freed storage; its error names no tensor."""

@@ -18,8 +18,6 @@ On an NVIDIA GPU this is one launch for K and V (backends/triton/serving.py); be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,7 @@ from tilewise.fp8.rounding import AMAX_FLOOR, encode, encode_rows
 from tilewise.kv.writing import write_rows
 from tilewise.memory import LOWEST, check_allocated, touch
 
-__all__ = ["SOURCES", "append_quantised", "new_scales", "write_quantised"]
+__all__ = ["SOURCES", "QuantisedRows", "append_quantised", "new_scales", "write_quantised"]
 
 SOURCES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,43 +47,39 @@ def new_scales(
 
 
 @torch.no_grad()
-def append_quantised(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Sequence[Tensor], slots: Tensor) -> None:
+def append_quantised(rows: QuantisedRows) -> None:
     """Write rows of K and V (total, num_kv_heads, dim) into slots of e4m3 or int8 pages (num_pages, page_size,
     num_kv_heads, dim), or of latents alone into e4m3 pages. Scales (num_pages, num_kv_heads) of e4m3 grow as needed;
     those of int8 (num_pages, num_kv_heads, page_size), in any strides, are written with their rows.
 
     The rows of one e4m3 page are next to each other, in consecutive slots.
     """
-    plain = not torch.compiler.is_compiling() and all(type(t) is Tensor and not t.is_neg() for t in new)
+    k, v, k_pages, v_pages, k_scale, v_scale, slots = rows
+    plain = not torch.compiler.is_compiling() and all(
+        t is None or (type(t) is Tensor and not t.is_neg()) for t in (k, v)
+    )
     # The kernel for CPUs takes contiguous scales.
-    strided = slots.device.type == "cpu" and not all(scale.is_contiguous() for scale in scales)
+    strided = slots.device.type == "cpu" and not all(s is None or s.is_contiguous() for s in (k_scale, v_scale))
     backend = dispatch.serving(slots.device.type) if plain and not strided else None
     if backend is not None:
-        given = (*new, *pages, *scales, slots)
+        given = [tensor for tensor in rows if tensor is not None]
         if min(map(Tensor.data_ptr, given)) < LOWEST:  # freed, or no elements
-            sides = ("k", "v")[: len(new)]
-            names = (*sides, *(f"{side}_pages" for side in sides), *(f"{side}_scale" for side in sides), "slots")
-            check_allocated(names, given)
-        k, v = contiguous_last(new[0]), None if len(new) == 1 else contiguous_last(new[1])
-        (k_pages, v_pages), (k_scale, v_scale) = (
-            (kept[0], None if len(kept) == 1 else kept[1]) for kept in (pages, scales)
-        )
+            check_allocated([name for name, t in zip(rows._fields, rows, strict=True) if t is not None], given)
+        k, v = contiguous_last(k), None if v is None else contiguous_last(v)
         backend.append_quantised(QuantisedRows(k, v, k_pages, v_pages, k_scale, v_scale, slots.contiguous()))
-        touch(*pages, *scales)
-        return
-    if pages[0].dtype == torch.int8:
-        _write_encoded(new, pages, scales, slots)
-        return
-    for rows, where, scale in zip(new, pages, scales, strict=True):
-        write_quantised(rows, where, scale, slots)
-
-
-def _write_encoded(new: Sequence[Tensor], pages: Sequence[Tensor], scales: Sequence[Tensor], slots: Tensor) -> None:
-    """int8 with torch operations only. A scale is written like a row of one element."""
-    (k, k_scale), (v, v_scale) = map(encode_rows, new)
-    write_rows(k, v, pages[0], pages[1], slots)
-    k_scales, v_scales = (scale.transpose(1, 2)[..., None] for scale in scales)
-    write_rows(k_scale[..., None], v_scale[..., None], k_scales, v_scales, slots)
+        touch(*[tensor for tensor in (k_pages, v_pages, k_scale, v_scale) if tensor is not None])
+    elif v is None or v_pages is None or v_scale is None:
+        write_quantised(k, k_pages, k_scale, slots)
+    elif k_pages.dtype == torch.int8:
+        k_codes, k_found = encode_rows(k)
+        v_codes, v_found = encode_rows(v)
+        write_rows(k_codes, v_codes, k_pages, v_pages, slots)
+        # A scale is written like a row of one element.
+        k_scales, v_scales = (scale.transpose(1, 2)[..., None] for scale in (k_scale, v_scale))
+        write_rows(k_found[..., None], v_found[..., None], k_scales, v_scales, slots)
+    else:
+        write_quantised(k, k_pages, k_scale, slots)
+        write_quantised(v, v_pages, v_scale, slots)
 
 
 def write_quantised(rows: Tensor, pages: Tensor, scale: Tensor, slots: Tensor) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tilewise import calls, dispatch, settings
+from tilewise.backends.base import QuantisedRows
 from tilewise.canonical import contiguous_last
 from tilewise.errors import InvalidProblem
 from tilewise.fp8.rounding import encode
@@ -118,7 +119,7 @@ def append_rotated(
     if not isinstance(interleaved, bool):
         raise InvalidProblem("interleaved", "True or False", repr(interleaved), "Pass a Python bool.")
     rest = (k_pages, v_pages, slots, positions, cos_sin, q_weight, k_weight, k_scale, v_scale)
-    slot, places, _ = calls.slot_of((q, k, v, out, *rest), ("rotated", interleaved, norm_eps))
+    slot, places, *_ = calls.slot_of((q, k, v, out, *rest), ("rotated", interleaved, norm_eps))
     key = None if slot is None or places is None or settings.current().check_values else (slot, places)
     if key is not None and (run := _bound.get(key)) is not None:
         made = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -183,7 +184,7 @@ def _append(step: Step, interleaved: bool, norm_eps: float | None, *, on_host: b
     if step.k_scale is None or step.v_scale is None:
         write_rows(k, v.to(step.v_pages.dtype), step.k_pages, step.v_pages, slots)
     elif step.k_scale.dim() >= 2:
-        append_quantised((k, v.float()), (step.k_pages, step.v_pages), (step.k_scale, step.v_scale), slots)
+        append_quantised(QuantisedRows(k, v.float(), step.k_pages, step.v_pages, step.k_scale, step.v_scale, slots))
     else:
         k, v = (encode(x.float(), 1.0 / s.reshape(-1, 1)) for x, s in ((k, step.k_scale), (v, step.v_scale)))
         write_rows(k, v, step.k_pages, step.v_pages, slots)

@@ -30,7 +30,7 @@ def write_rows(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Te
     if k.dtype in CODES and k.dtype == v.dtype == k_pages.dtype == v_pages.dtype:
         k, v, k_pages, v_pages = (t.view(torch.uint8) for t in (k, v, k_pages, v_pages))
     given = (k, v, k_pages, v_pages, slots)
-    slot, places, _ = calls.slot_of(given, ("write",))
+    slot, places, *_ = calls.slot_of(given, ("write",))
     if slot is not None and slot.call is not None:
         slot.call(given, places)
         touch(k_pages, v_pages)

@@ -21,7 +21,7 @@ from tilewise.dispatch import Rejection
 from tilewise.errors import InvalidProblem, Unsupported
 from tilewise.fp8.container import Fp8Tensor
 from tilewise.masks import Band, TileCounts, TileGrid
-from tilewise.operands import Flags, Operands, Options, Window
+from tilewise.operands import Flags, Lengths, Operands, Options, Window
 from tilewise.plan import cost, report
 from tilewise.plan.advice import TileAdvice, advise
 from tilewise.plan.roofline import Memory, Work, memory_of, naive_work, tiled_work
@@ -159,7 +159,8 @@ def explain(
     given = Operands(*data, cu_seqlens_q, cu_seqlens_k, block_table, seqlens_k, bias, hidden, alibi_slopes, sinks)
     kind = _kind_of(given, dropout, layout)
     # Without a seed none is drawn: planning leaves torch's generator alone.
-    tensors, flags = validation.checked(kind, given, options, 0 if seed is None else seed)
+    lengths = Lengths(max_seqlen_q, max_seqlen_k)
+    tensors, flags = validation.checked(kind, given, options, lengths, 0 if seed is None else seed)
     tensors = tensors._replace(seed=None) if seed is None else tensors
     plan = plan_of(kind, tensors, flags, device, read)
     if shared_prefix is None:

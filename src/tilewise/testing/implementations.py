@@ -13,7 +13,7 @@ from torch import Tensor
 from tilewise import api, dispatch, validation
 from tilewise import device as devices
 from tilewise.arguments import KINDS, OPTIONS, taken_by
-from tilewise.operands import Operands, Options
+from tilewise.operands import LENGTHS, Lengths, Operands, Options
 from tilewise.problem import AttentionProblem
 from tilewise.testing.cases import Case
 from tilewise.testing.inputs import Inputs, make_inputs
@@ -115,7 +115,8 @@ def _bounds(case: Case) -> tuple[int | None, int | None]:
 def _problem(case: Case, inputs: Inputs, backend: str) -> AttentionProblem:
     arguments = arguments_of(case, inputs)
     options = Options(**{name: value for name, value in arguments.items() if name in OPTIONS}, backend=backend)
+    lengths = Lengths(**{name: value for name, value in arguments.items() if name in LENGTHS})
     tensors = {name: value for name, value in arguments.items() if name in Operands._fields and name != "seed"}
     given, seed, needs_grad = Operands(*attended(case, inputs), **tensors), dropout_seed(case), bool(case.wants_grad)
-    operands, flags = validation.checked(case.kind, given, options, seed, cast=False, needs_grad=needs_grad)
+    operands, flags = validation.checked(case.kind, given, options, lengths, seed, cast=False, needs_grad=needs_grad)
     return validation.problem_of(case.kind, operands, flags)

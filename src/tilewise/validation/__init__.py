@@ -8,18 +8,16 @@ reading them would synchronise with the device.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tilewise import settings
 from tilewise.arguments import ROWS
 from tilewise.errors import InvalidProblem
-from tilewise.memory import Reader, check_allocated, check_there
-from tilewise.operands import Flags, Operands, Options
+from tilewise.memory import check_allocated, check_there
+from tilewise.operands import NO_LENGTHS, Flags, Lengths, Operands, Options
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names
 from tilewise.subclasses import check_class
@@ -40,8 +38,8 @@ from tilewise.validation.flags import (
 from tilewise.validation.foreign import unexpected
 from tilewise.validation.quantised import split_scales, unwrapped
 from tilewise.validation.results import Disjoint, check_out, check_result, check_traced_result
-from tilewise.validation.tensors import FLOATS, TILE_MASK, TensorSpec, describe, open_sizes, public_names
-from tilewise.validation.values import check_values, longest_sequences, pages_in_use
+from tilewise.validation.tensors import FLOATS, TILE_MASK, describe, open_sizes, public_names
+from tilewise.validation.values import check_values, first_columns, longest_sequences, longest_within, pages_in_use
 
 __all__ = [
     "FLOATS",
@@ -66,6 +64,7 @@ __all__ = [
     "problem_of",
     "reads_contents",
     "require_tensors",
+    "seed_tensor",
     "split_scales",
     "traced_problem",
     "unexpected",
@@ -82,6 +81,7 @@ def checked(
     kind: Kind,
     operands: Operands,
     options: Options,
+    lengths: Lengths = NO_LENGTHS,
     seed: int | Tensor | None = None,
     *,
     cast: bool = True,
@@ -102,7 +102,7 @@ def checked(
         q, k, v = autocast(q, k, v)
     if needs_grad is None:
         needs_grad = any_needs_grad(q, k, v, operands.bias, operands.sinks)
-    flags = normalise(options, needs_grad=needs_grad)
+    flags = normalise(options, lengths, needs_grad=needs_grad)
     if flags.batch_invariant:
         _check_bounds(operands, flags)
     if tile_mask is not None:
@@ -149,20 +149,21 @@ def _with_tiles(operands: Operands) -> tuple[Operands, TileMask | None]:
 
 
 def problem_of(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
-    """Validate real tensors and describe them. The structural part is cached per combination of specs and flags."""
+    """Validate real tensors and describe them."""
     check_there(_SHOWN[kind], operands)
-    specs, latent = _specs(operands), is_latent(operands.k, operands.v)
-    if not reads_contents(kind, operands):
-        return _describe(kind, specs, flags, latent)
-    # Structure first: contents are read only from index tensors of the right rank and dtype.
-    check_structure(kind, operands, flags)
-    problem = _describe(kind, specs, longest_sequences(operands, flags), latent)
-    check_values(problem, operands)
-    return problem
+    reads = reads_contents(kind, operands)
+    if reads:
+        # Structure first: contents are read only from index tensors of the right rank and dtype.
+        check_structure(kind, operands, flags)
+        flags = flags.with_lengths(longest_sequences(operands, flags.lengths))
+    problem = describe(kind, operands, flags)
+    if reads:
+        check_values(operands)
+    return dataclasses.replace(problem, latent=True) if is_latent(operands.k, operands.v) else problem
 
 
 def traced_problem(kind: Kind, operands: Operands, flags: Flags) -> AttentionProblem:
-    """The problem of operands without memory, for calls that read no contents."""
+    """The problem of operands without memory. Contents are checked elsewhere."""
     problem = describe(kind, operands, flags)
     if operands.out is not None:
         check_traced_result(operands)
@@ -180,50 +181,67 @@ def check_storage(kind: Kind, operands: Operands) -> None:
 def check_structure(kind: Kind, operands: Operands, flags: Flags) -> None:
     """The part of `problem_of` that does not read index tensors."""
     lengths_open = flags._replace(max_seqlen_q=None, max_seqlen_k=None)
-    specs = [None if i in _LENGTH_BOUND else spec for i, spec in enumerate(_specs(operands))]
-    _describe(kind, tuple(specs), lengths_open)
+    # bias and masks are checked against the longest sequence, which may be known only after lengths are read.
+    describe(kind, operands._replace(bias=None, mask=None, tiles=None), lengths_open)
 
 
-def check_contents(problem: AttentionProblem, operands: Operands, flags: Flags) -> None:
+def check_contents(operands: Operands, flags: Flags) -> None:
     """The part of `problem_of` that reads index tensors, for a call whose signature was validated before."""
-    longest_sequences(operands, flags)
-    check_values(problem, operands)
+    longest_sequences(operands, flags.lengths)
+    check_values(operands)
 
 
-# Larger tables are checked in every call: comparing would hardly be faster, and each signature would keep a copy.
+# Larger tables are checked in every call: comparing would hardly be faster, and each form would keep a copy.
 MAX_KEPT_BYTES = 2**17
 
 
-class Contents:
-    """`check_contents` for calls of one signature. The layers of a step pass the same contents, which are then only
-    compared with those of the last call.
+class _Seen(NamedTuple):
+    """Contents that were valid: what they were checked against, the lengths, the columns of the block table in use,
+    these in bytes, and the bounds on lengths.
     """
 
-    __slots__ = ("_flags", "_last", "_problem", "_readers", "_table")
+    about: tuple[Any, ...]
+    lengths: list[list[int] | None]
+    columns: int
+    table: bytes
+    bounds: Lengths
 
-    def __init__(self, problem: AttentionProblem, flags: Flags) -> None:
-        self._problem, self._flags = problem, flags
-        self._readers, self._table = [Reader() for _ in LENGTHS], Reader()
-        # Lengths in bytes, the columns of the block table in use, and these in bytes.
-        self._last: tuple[list[bytes], int, bytes] | None = None
 
-    def check(self, tensors: Sequence[Any]) -> None:
-        """Raise if the contents are not valid."""
-        if tensors[0].device.type != "cpu":
-            check_contents(self._problem, Operands(*tensors), self._flags)
-            return
-        given = [tensors[i] if i < len(tensors) else None for i in LENGTHS]
-        lengths = [reader.read(t) for reader, t in zip(self._readers, given, strict=True) if t is not None]
-        last, table = self._last, tensors[TABLE] if self._problem.kind == "paged" else None
-        if last is not None and last[0] == lengths and self._first_columns(table, last[1]) == last[2]:
-            return
-        check_contents(self._problem, Operands(*tensors), self._flags)
-        columns = 0 if table is None else pages_in_use(self._problem, Operands(*tensors))
-        is_small = table is None or len(table) * columns * table.element_size() <= MAX_KEPT_BYTES
-        self._last = (lengths, columns, self._first_columns(table, columns)) if is_small else None
+class Contents:
+    """Checks the index tensors of calls on a CPU that agree in dtypes and ranks, in every call. The layers of a step
+    pass the same contents, which are then only compared with those of the last call.
+    """
 
-    def _first_columns(self, table: Tensor | None, count: int) -> bytes:
-        return b"" if table is None else self._table.read(table, count)
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: _Seen | None = None
+
+    def bounds(self, tensors: Sequence[Any], given: Lengths) -> Lengths | None:
+        """The bounds on lengths, with the longest lengths where the caller left them open. None if the contents are
+        not valid: the general path says why.
+        """
+        count = len(tensors)
+        q, k, table = tensors[0], tensors[1], tensors[TABLE] if count > TABLE else None
+        about = given, q.shape[0], k.shape[:2], None if table is None else table.shape
+        indices = [tensors[i] if i < count else None for i in LENGTHS]
+        lengths = [None if t is None else t.tolist() for t in indices]
+        last = self._last
+        if (
+            last is not None
+            and last.lengths == lengths
+            and last.about == about
+            and (table is None or first_columns(table, last.columns) == last.table)
+        ):
+            return last.bounds
+        try:
+            bounds = longest_within(lengths[:2], (q.shape[0], k.shape[0]), given)
+            columns, entries = (0, b"") if table is None else pages_in_use(Operands(*tensors), lengths[2] or ())
+        except (ValueError, IndexError):
+            return None
+        if len(entries) <= MAX_KEPT_BYTES:
+            self._last = _Seen(about, lengths, columns, entries, bounds)
+        return bounds
 
 
 def lasts(kind: Kind, operands: Operands, flags: Flags) -> bool:
@@ -241,14 +259,6 @@ def reads_contents(kind: Kind, operands: Operands) -> bool:
 # Index tensors that hold lengths, and the block table.
 LENGTHS = tuple(Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k"))
 TABLE = Operands._fields.index("block_table")
-# bias and masks are checked against the longest sequence, which may be known only after lengths are read.
-_LENGTH_BOUND = tuple(Operands._fields.index(name) for name in ("bias", "mask", "tiles"))
-
-Spec = tuple[torch.Size, torch.dtype, torch.device] | None
-
-
-def _specs(operands: Operands) -> tuple[Spec, ...]:
-    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in operands])
 
 
 def is_latent(k: Tensor, v: Tensor) -> bool:
@@ -259,9 +269,3 @@ def is_latent(k: Tensor, v: Tensor) -> bool:
         return False
     same = k.untyped_storage()._cdata == v.untyped_storage()._cdata  # noqa: SLF001
     return same and k.storage_offset() == v.storage_offset()
-
-
-@functools.lru_cache(maxsize=4096)
-def _describe(kind: Kind, specs: tuple[Spec, ...], flags: Flags, latent: bool = False) -> AttentionProblem:
-    problem = describe(kind, [None if spec is None else TensorSpec(*spec) for spec in specs], flags)
-    return dataclasses.replace(problem, latent=True) if latent else problem

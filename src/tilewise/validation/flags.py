@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise import backends
 from tilewise.arguments import FLAGS, ROWS, UNCHANGED, Rule
 from tilewise.errors import InvalidProblem
-from tilewise.operands import Flags, Options
+from tilewise.operands import LENGTHS, NO_LENGTHS, Flags, Lengths, Options
 from tilewise.subclasses import check_class
 
 
@@ -70,8 +70,18 @@ def require_tensors(*, optional: frozenset[str] = OPTIONAL, **tensors: Any) -> N
             raise InvalidProblem(name, "a tensor that requires no gradient", "one that does", fix)
 
 
-def normalise(options: Options, *, needs_grad: bool) -> Flags:
-    """The options as the op takes them. Raises InvalidProblem for the first one that breaks its rule."""
+def normalise(options: Options, lengths: Lengths = NO_LENGTHS, *, needs_grad: bool) -> Flags:
+    """Options and lengths as the op takes them. Raises InvalidProblem for the first one that breaks its rule."""
+    flags = _flags_of(options, needs_grad)
+    if lengths is NO_LENGTHS:
+        return flags
+    for name, value in zip(LENGTHS, lengths, strict=True):
+        if name in RULES:
+            check_flag(name, value)
+    return flags.with_lengths(lengths)
+
+
+def _flags_of(options: Options, needs_grad: bool) -> Flags:
     repeatable = options.deterministic is None and torch.are_deterministic_algorithms_enabled()
     if not torch.compiler.is_compiling():
         try:

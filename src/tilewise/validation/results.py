@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.errors import InvalidProblem
 from tilewise.memory import extent, overlaps_itself
 from tilewise.operands import Operands
-from tilewise.symbolic import NotTraceableError, at_run_time
+from tilewise.symbolic import NotTraceableError, largest, smallest
 
 
 def check_out(out: Tensor, *, needs_grad: bool) -> None:
@@ -65,21 +65,16 @@ class Disjoint:
                 raise InvalidProblem("out", expected, "an address range that both have", fix)
 
 
-@at_run_time
-def _are_apart(begin: int, size: int, *others: int) -> bool:
-    """Whether `size` bytes at `begin` overlap no others, each given by its begin and size."""
-    end = begin + size
-    return not any(a < end and begin < a + b for a, b in zip(others[::2], others[1::2], strict=True))
-
-
 def check_traced_result(tensors: Operands) -> None:
     """The same for tensors of a trace, and for every later call of its plan. What is not so is left to `check_result`,
     which raises.
     """
     out: Any = tensors.out
+    begin, end = out.data_ptr(), out.data_ptr() + extent(out)
     others = [tensor for tensor in tensors if tensor is not None and tensor is not out]
-    numbers = [number for tensor in others for number in (tensor.data_ptr(), extent(tensor))]
-    if not out.is_contiguous() or not _are_apart(out.data_ptr(), extent(out), *numbers):
+    # The bytes between it and another, on the one side or the other.
+    between = [largest(t.data_ptr() - end, begin - t.data_ptr() - extent(t)) for t in others]
+    if not out.is_contiguous() or smallest(*between) < 0:
         raise NotTraceableError("out overlaps something, or may")
 
 

@@ -376,7 +376,7 @@ def _check_per_head(specs: Specs, batch: int, num_heads: int) -> None:
         expected = f"shape ({num_heads},) or ({batch}, {num_heads})"
         got = tuple(specs["alibi_slopes"].shape)
         raise InvalidProblem("alibi_slopes", expected, got, "Give one slope per query head, or per sequence and head.")
-    if "seed" in specs and specs["seed"].shape.numel() not in (1, SEED_WITH_ORIGIN):
+    if "seed" in specs and math.prod(specs["seed"].shape) not in (1, SEED_WITH_ORIGIN):
         raise InvalidProblem("seed", "one element", tuple(specs["seed"].shape), "Pass a single int64.")
 
 
@@ -441,7 +441,7 @@ def _problem(
         has_sinks="sinks" in specs,
         layout=cast("Layout", flags.layout) if kind == "dense" else "bhsd",
         page_size=sizes.get("page_size"),
-        dropout_origin="seed" in specs and specs["seed"].shape.numel() == SEED_WITH_ORIGIN,
+        dropout_origin="seed" in specs and math.prod(specs["seed"].shape) == SEED_WITH_ORIGIN,
         fp8=tuple(name for name in ("q", "k", "v") if f"{name}_scale" in specs),
         int8="k_scale" in specs and specs["k"].dtype == torch.int8,
         scale_blocks=(flags.q_block, flags.k_block, flags.v_block),

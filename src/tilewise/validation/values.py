@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tilewise.errors import InvalidProblem
-from tilewise.operands import Flags, Operands
-from tilewise.problem import AttentionProblem
-from tilewise.totals import check_totals, longest_of
+from tilewise.operands import Lengths, Operands
+from tilewise.totals import checked_longest
+
+if TYPE_CHECKING:
+    # numpy.typing is slow to import.
+    from numpy.typing import NDArray
 
 
-def longest_sequences(operands: Operands, flags: Flags) -> Flags:
-    """Fill in the longest lengths that the caller left open, and check those that were given."""
-    return flags._replace(
-        max_seqlen_q=_longest("q", operands.cu_seqlens_q, operands.q.shape[0], flags.max_seqlen_q),
-        max_seqlen_k=_longest("k", operands.cu_seqlens_k, operands.k.shape[0], flags.max_seqlen_k),
-    )
+def longest_sequences(operands: Operands, lengths: Lengths) -> Lengths:
+    """The bounds on lengths (in the order of `operands.LENGTHS`), with the longest lengths where the caller left them
+    open. Checks running totals, and the bounds that were given.
+    """
+    totals = [None if t is None else t.tolist() for t in (operands.cu_seqlens_q, operands.cu_seqlens_k)]
+    return longest_within(totals, (operands.q.shape[0], operands.k.shape[0]), lengths)
 
 
-def check_values(problem: AttentionProblem, operands: Operands) -> None:
+def longest_within(totals: Sequence[Sequence[int] | None], rows: tuple[int, int], lengths: Lengths) -> Lengths:
+    """`longest_sequences`, given the running totals and the rows that they may count."""
+    (of_q, of_k), (given_q, given_k, *others) = totals, lengths
+    longest_q = given_q if of_q is None else checked_longest("max_seqlen_q", "cu_seqlens_q", of_q, rows[0], given_q)
+    longest_k = given_k if of_k is None else checked_longest("max_seqlen_k", "cu_seqlens_k", of_k, rows[1], given_k)
+    return Lengths(longest_q, longest_k, *others)
+
+
+def check_values(operands: Operands) -> None:
     """Check lengths and page numbers of a paged problem: everything read must exist."""
-    if problem.kind != "paged":
+    if operands.block_table is None:
         return
     assert operands.seqlens_k is not None
-    assert operands.block_table is not None
-    assert problem.page_size is not None
     # As arrays, because comparing element by element in Python is several times slower.
     lengths = operands.seqlens_k.cpu().numpy()
-    num_pages = operands.k.shape[0]
-    if _all_within(lengths, operands.block_table, problem.seqlen_k, problem.page_size, num_pages):
+    num_pages, page_size = operands.k.shape[:2]
+    seqlen_k = operands.block_table.shape[1] * page_size
+    if _all_within(lengths, operands.block_table, seqlen_k, page_size, num_pages):
         return
-    for index in np.nonzero((lengths < 0) | (lengths > problem.seqlen_k))[0].tolist():
-        expected = f"lengths between 0 and max_pages * page_size = {problem.seqlen_k}"
+    for index in np.nonzero((lengths < 0) | (lengths > seqlen_k))[0].tolist():
+        expected = f"lengths between 0 and max_pages * page_size = {seqlen_k}"
         # flash-attn's caches without a table are pages here, too.
         fix = "Give the sequence more pages in block_table, or a longer cache if there is no table."
         if lengths[index] < 0:
             fix = "A sequence without keys has length 0; its row of out is 0."
         raise InvalidProblem("seqlens_k", expected, f"{lengths[index]} at sequence {index}", fix)
-    used = -(-lengths // problem.page_size)
+    used = -(-lengths // page_size)
     # Only the columns in use: a table sized for the longest context would otherwise be read whole in every call.
     table = operands.block_table[:, : int(used.max(initial=0))].cpu().numpy()
     bad = ((table < 0) | (table >= num_pages)) & (np.arange(table.shape[1]) < used[:, None])
@@ -49,11 +62,28 @@ def check_values(problem: AttentionProblem, operands: Operands) -> None:
         raise InvalidProblem("block_table", expected, f"{table[index][bad[index]][0]} at sequence {index}", fix)
 
 
-def pages_in_use(problem: AttentionProblem, operands: Operands) -> int:
-    """Columns of the block table up to the last page of the longest sequence."""
-    assert operands.seqlens_k is not None
-    assert problem.page_size is not None
-    return -(-int(operands.seqlens_k.numpy().max(initial=0)) // problem.page_size)
+def pages_in_use(operands: Operands, keys: Sequence[int]) -> tuple[int, bytes]:
+    """How many columns of a block table on a CPU are read by sequences of these lengths, and what they hold. Raises as
+    `check_values` does.
+    """
+    table = operands.block_table
+    assert table is not None
+    num_pages, page_size = operands.k.shape[:2]
+    longest = max(keys, default=0)
+    if min(keys, default=0) < 0 or longest > table.shape[1] * page_size:
+        check_values(operands)
+    columns = -(-longest // page_size)
+    entries = first_columns(table, columns)
+    # As numbers without a sign, of which negative ones are the largest.
+    if max(array("I" if table.element_size() == 4 else "Q", entries), default=0) >= num_pages:
+        check_values(operands)
+    return columns, entries
+
+
+def first_columns(table: Tensor, count: int) -> bytes:
+    """What a matrix on a CPU holds in its first columns."""
+    held: bytes = table.numpy()[:, :count].tobytes()
+    return held
 
 
 def _all_within(lengths: NDArray[np.integer], table: Tensor, seqlen_k: int, page_size: int, num_pages: int) -> bool:
@@ -70,12 +100,3 @@ def _all_within(lengths: NDArray[np.integer], table: Tensor, seqlen_k: int, page
         return True
     entries = table[:, :columns].cpu().numpy()
     return bool(entries.min() >= 0 and entries.max() < num_pages)
-
-
-def _longest(side: str, cu_seqlens: Tensor | None, total: int, given: int | None) -> int | None:
-    if cu_seqlens is None:
-        return given
-    name = f"cu_seqlens_{side}"
-    entries = cu_seqlens.tolist()
-    check_totals(name, entries, total)
-    return longest_of(f"max_seqlen_{side}", name, entries, given)

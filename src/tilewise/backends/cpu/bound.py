@@ -1,6 +1,6 @@
 """Passes that are prepared once, for all sizes to which their trace applies, and then called with tensors.
 
-Strides are computed by the code that `Pass.open` writes, addresses are filled in by each call, and lengths that index
+Strides are computed by the plan that `Pass.open` makes, addresses are filled in by each call, and lengths that index
 tensors hold are read by each call. The number of threads is looked at in each call, too: torch's setting may have
 changed, or the process may have been forked.
 """
@@ -8,9 +8,7 @@ changed, or the process may have been forked.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,21 +19,22 @@ from tilewise.backends.cpu import launch, launch_backward, threads
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu.launch import ADDRESSED, DTYPES, Block, Forward, Run, Strides, Values, is_contiguous
 from tilewise.backends.cpu.schedule import BothLengths, Bounds, bounds_of
-from tilewise.memory import Reader
+from tilewise.native import Plan
 from tilewise.operands import Operands, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import Trace, code, function, is_traced
+from tilewise.symbolic import Trace, is_traced
+from tilewise.totals import lengths_of
 
 # (shape, strides, dtype) of a tensor that a pass makes.
 Allocation = tuple[Strides, Strides, torch.dtype]
-# Numbers closer together than this in the parameter block are put there together.
-APART = 3
 # Where kernels find the addresses of what a pass is given besides operands.
 GIVEN = {"dout": f.DOUT, "dlse": f.DLSE, "out": f.OUT, "lse": f.LSE, "max_logits": f.LARGEST}
+# They find the seed itself there.
+SEED = {"seed": f.SEED_LOW}
 # The largest score of each row: made for `max_logits`, not for the caller.
 LARGEST = "largest"
-TOTALS_Q, TOTALS_K, LENGTHS_K, OUT, LOGITS = (
-    Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "out", "max_logits")
+TOTALS_Q, TOTALS_K, LENGTHS_K, SEED_AT, OUT, LOGITS = (
+    Operands._fields.index(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqlens_k", "seed", "out", "max_logits")
 )
 
 
@@ -49,20 +48,15 @@ class Runs(Protocol):
 class Sized(NamedTuple):
     """What a pass needs besides addresses, for certain sizes.
 
-    `made` are the tensors that it makes, `unread` the bytes of an lse that nobody reads, `numbers` what it puts into
-    parameter blocks (first position, end, numbers). `runs` is None for sizes that were met only once, else what was
-    found last, by the number of threads and the lengths in index tensors: the layers of a step ask for the same.
+    `made` are the tensors that it makes, `unread` the bytes of an lse that nobody reads, `numbers` those that a trace
+    has in the parameter block. `places` are the addresses of a call's tensors, if they are known.
     """
 
-    made: tuple[Allocation, ...]
+    made: Sequence[Allocation]
     unread: int
     bounds: Bounds
-    numbers: tuple[tuple[int, int, Values], ...]
-    runs: dict[Any, list[Run]] | None
-
-    def kept(self) -> Sized:
-        """The same for sizes that come again: runs are kept."""
-        return self._replace(runs={})
+    numbers: tuple[int, ...] = ()
+    places: tuple[int, ...] | None = None
 
 
 class Pass:
@@ -70,11 +64,12 @@ class Pass:
 
     `given` are the positions in the parameter block of the addresses of a call's tensors (those that are not None),
     `made` the tensors that it makes, with theirs. `fields` is the rest of the block, where numbers of a trace may be.
-    Kernels always write an lse: `unread` are its bytes if nobody reads it.
+    Kernels always write an lse: `unread` are its bytes if nobody reads it. A backward is given q at position `first`.
     """
 
     __slots__ = (
-        "_allocations", "_bounds", "_fields", "_fill", "_kernels", "_largest", "_readers", "_sized", "_unread", "made",
+        "_allocations", "_bounds", "_fields", "_fill", "_first", "_has_dropout", "_is_dense", "_kernels", "_largest",
+        "_last", "_sized", "_traced", "_unread", "made",
     )  # fmt: skip
 
     def __init__(
@@ -85,34 +80,46 @@ class Pass:
         given: Sequence[int],
         made: Mapping[str, tuple[int, Allocation]],
         unread: int = 0,
+        first: int = 0,
     ) -> None:
+        self._first, self._is_dense, self._has_dropout = first, problem.kind == "dense", problem.dropout > 0.0
         self._fields, self._bounds, self._unread = fields, bounds_of(problem), unread
         self._kernels = kernels(f.new_block({at: value for at, value in fields.items() if not is_traced(value)}))
-        self._fill = _filler((*given, *[position for position, _ in made.values()]))
+        # Where numbers of a trace are.
+        self._traced = [at for at, value in fields.items() if is_traced(value)]
+        # Packed gradients of K and V have totals of their own.
+        totals = [f.CU_GRADS_K] if first and not self._is_dense else []
+        self._fill = _filler((*given, *[position for position, _ in made.values()], *self._traced, *totals))
         self._allocations = tuple([allocation for _, allocation in made.values()])
-        # Of the index tensors with the lengths of queries and keys, which each call reads.
-        self._readers = None if problem.kind == "dense" else (Reader(), Reader())
         # The dimensions of lse besides the heads, if the largest score of each head is wanted.
         self._largest: Any = None if LARGEST not in made else (0, 2) if problem.kind == "dense" else 1
         self.made = tuple([name for name in made if name != LARGEST])
         # For a pass that serves one size.
-        self._sized = None if problem.is_traced else Sized(self._allocations, unread, self._bounds, (), {})
+        self._sized = None if problem.is_traced else Sized(self._allocations, unread, self._bounds)
+        # The runs found last, and for what: the layers of a step ask for the same.
+        self._last: tuple[Any, list[Run]] = (), []
 
     def open(self, trace: Trace) -> Callable[..., Sized | None]:
         """See tilewise.backends.base.Bound."""
-        groups: list[list[int]] = []
-        for position in sorted([at for at, value in self._fields.items() if is_traced(value)]):
-            if not groups or position - groups[-1][-1] > APART:
-                groups.append([])
-            groups[-1].append(position)
-        numbers = ""
-        for group in groups:
-            values = tuple([self._fields.get(at, 0) for at in range(group[0], group[-1] + 1)])
-            numbers += f"({group[0]}, {group[-1] + 1}, array('q', {code(values)})), "
-        sized = self._allocations, self._unread, self._bounds
-        names = {"Sized": Sized, "array": array, "torch": torch}
-        ending = f"return Sized({', '.join(map(code, sized))}, ({numbers}), None)"
-        measure: Callable[..., Sized | None] = trace.function([ending], names)
+        places = [numbers[-1] for numbers in trace.tensors.values()]
+        outputs: list[Any] = [*self._bounds, self._unread, *places, *[self._fields[at] for at in self._traced]]
+        first, middle, made = 4, 4 + len(places), list[tuple[slice, slice, torch.dtype]]()
+        end = len(outputs)
+        for shape, strides, dtype in self._allocations:
+            begin, rank = len(outputs), len(shape)
+            made.append((slice(begin, begin + rank), slice(begin + rank, begin + 2 * rank), dtype))
+            outputs += (*shape, *strides)
+        plan = Plan(trace, outputs).finish()
+
+        def measure(tensors: Sequence[Tensor], lengths: Sequence[int | None]) -> Sized | None:
+            frame = plan.measure(tensors, lengths)
+            if frame is None:
+                return None
+            found = plan.read(frame)
+            plan.release(frame)
+            allocations = [(found[shape], found[strides], dtype) for shape, strides, dtype in made]
+            return Sized(allocations, found[3], found[:3], found[middle:end], found[first:middle])
+
         return measure
 
     def __call__(
@@ -123,62 +130,58 @@ class Pass:
             sized = self._sized
             if sized is None:
                 return None
-        allocations, unread, bounds, slices, known = sized
+        allocations, unread, bounds, numbers, known = sized
+        places = places or known
         made = [launch.allocate(shape, strides, dtype) for shape, strides, dtype in allocations]
-        available, lengths = threads.num_threads(), None if self._readers is None else self._lengths(tensors, made)
-        key = available if lengths is None else (available, *lengths)
-        runs = None if known is None else known.get(key)
-        if runs is None:
-            runs = self._kernels.runs(bounds, lengths and _numbers(*lengths, bounds), available)
-            if known is not None:
-                known.clear()
-                known[key] = runs
-        if places is None:
+        available, lengths = threads.num_threads(), None if self._is_dense else self._lengths(tensors, bounds, made)
+        key, (last, runs) = (bounds, available, lengths), self._last
+        if key != last:
+            runs = self._kernels.runs(bounds, lengths, available)
+            self._last = key, runs
+        if places is None or self._largest is not None:  # those of a trace have no memory for max_logits
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-        addresses = (*places, *[tensor.data_ptr() for tensor in made])
+        numbers = (*places, *[tensor.data_ptr() for tensor in made], *numbers)
+        if self._first and lengths is not None:
+            totals = launch_backward.totals_of(lengths[1])
+            numbers = (*numbers, totals.buffer_info()[0])
         if self._largest is not None:
             made[-1].fill_(-torch.inf)  # rows of no sequence are not written
         for run in runs:
             values = run.values[:]
-            for first, end, numbers in slices:
-                values[first:end] = numbers
-            values[f.SEQLEN_Q] = run.values[f.SEQLEN_Q]
-            self._fill(values, addresses)
+            self._fill(values, numbers)
+            if self._has_dropout:
+                launch.put(values, launch.seed_fields(tensors[self._first + SEED_AT]))
             run.start(values, unread)
         if self._largest is not None:
             torch.amax(made[-1], self._largest, out=tensors[LOGITS])
         return made
 
-    def _lengths(self, tensors: Sequence[Any], made: Sequence[Tensor]) -> tuple[bytes, bytes]:
-        """What the index tensors hold. Rows after the last sequence become empty rows."""
-        assert self._readers is not None
-        totals = tensors[TOTALS_Q]
-        rows = b"" if totals is None else self._readers[0].read(totals)
-        is_paged = len(tensors) > LENGTHS_K and tensors[LENGTHS_K] is not None
-        keys = self._readers[1].read(tensors[LENGTHS_K if is_paged else TOTALS_K])
-        if rows:
-            used, named = array("i", rows[-4:])[0], dict(zip(self.made, made, strict=False))
-            out = named["out"] if "out" in named else tensors[OUT]
-            if used < len(out):
-                launch.clear_unused_rows(totals, out, named.get("lse"))
-        return rows, keys
+    def _lengths(self, tensors: Sequence[Any], bounds: Bounds, made: Sequence[Tensor]) -> BothLengths:
+        """The lengths in index tensors. Rows after the last sequence become empty rows."""
+        operands, named = tensors[self._first :], dict(zip(self.made, made, strict=False))
+        totals, rows = operands[TOTALS_Q], [1] * bounds[0]
+        if totals is not None:
+            entries = totals.tolist()
+            rows = lengths_of(entries)
+            if entries[-1] < operands[0].shape[0]:
+                result = named.get("dq") if self._first else named["out"] if "out" in named else operands[OUT]
+                if result is not None:
+                    launch.clear_unused_rows(totals, result, named.get("lse"))
+        if self._first:  # keys that nobody sees
+            for name in ("dk", "dv"):
+                if name in named:
+                    named[name].zero_()
+        if len(operands) > LENGTHS_K and operands[LENGTHS_K] is not None:
+            return rows, operands[LENGTHS_K].tolist()
+        return rows, lengths_of(operands[TOTALS_K].tolist())
 
 
-@functools.lru_cache(maxsize=256)
 def _filler(positions: tuple[int, ...]) -> Callable[[Values, tuple[int, ...]], None]:
     """A function that puts numbers at these positions: in one statement, which takes half the time of a loop."""
     targets = "".join([f"values[{at}], " for at in positions])
-    found: Callable[[Values, tuple[int, ...]], None] = function("values, numbers", [f"{targets}= numbers"], {})
-    return found
-
-
-def _numbers(rows: bytes, keys: bytes, bounds: Bounds) -> BothLengths:
-    """The lengths of sequences; index tensors with totals have one number more than there are sequences."""
-    found = [array("i", numbers).tolist() for numbers in (rows, keys)]
-    q, k = (
-        [b - a for a, b in itertools.pairwise(numbers)] if len(numbers) > bounds[0] else numbers for numbers in found
-    )
-    return q or [1] * bounds[0], k
+    names: dict[str, Any] = {}
+    exec(f"def fill(values, numbers): {targets}= numbers", names)
+    return names["fill"]  # type: ignore[no-any-return]
 
 
 def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) -> Pass | None:
@@ -186,8 +189,6 @@ def bind_forward(problem: AttentionProblem, operands: Operands, want_lse: bool) 
     given = _positions(Operands._fields, operands)
     if given is None or 0 in problem.out_shape or not _are_readable(problem, operands):
         return None
-    if problem.is_traced and problem.kind != "dense":
-        return None  # index tensors are read through views of one shape
     lse = contiguous(problem.lse_shape, torch.float32)
     made = {"lse": (f.LSE, lse)} if want_lse else {}
     if operands.out is None:
@@ -213,10 +214,12 @@ def bind_backward(
     dlse: Tensor | None,
     wanted: Wanted,
 ) -> Pass | None:
-    """A dense pass that makes the wanted ones of dq, dk, dv; None as for the forward, or if others are wanted."""
+    """A dense or packed pass that makes the wanted ones of dq, dk, dv; None as for the forward, or if others are
+    wanted.
+    """
     tensors = (dout, dlse, out, lse, *operands)
     given = _positions((*tuple(GIVEN)[:4], *Operands._fields), tensors)
-    if given is None or wanted.dbias or wanted.dsinks or problem.kind != "dense":
+    if given is None or wanted.dbias or wanted.dsinks or problem.kind == "paged":
         return None
     if 0 in problem.out_shape or problem.seqlen_k == 0 or not _are_readable(problem, operands):
         return None
@@ -225,25 +228,27 @@ def bind_backward(
     if dlse is not None and (dlse.dtype != torch.float32 or not is_contiguous(dlse)):
         return None
     fields = _fields(problem, operands, out.stride(), lse.stride()) | launch_backward.dim_fields(problem)
-    fields |= launch.stride_fields(f.DOUT, dout.stride(), problem.dtype.itemsize, "dense")
+    kind = launch.query_kind(problem, operands)
+    fields |= launch.stride_fields(f.DOUT, dout.stride(), problem.dtype.itemsize, kind)
     fields[f.KV_GRAD_DTYPE] = DTYPES[problem.dtype]
     made = {}
-    for name, position, heads, rows, dim in (
-        ("dq", f.DQ, problem.num_heads, problem.seqlen_q, problem.head_dim),
-        ("dk", f.DK, problem.num_kv_heads, problem.seqlen_k, problem.head_dim),
-        ("dv", f.DV, problem.num_kv_heads, problem.seqlen_k, problem.head_dim_v),
+    queries, keys = (problem.num_heads, problem.seqlen_q, problem.total_q), (problem.num_kv_heads, problem.seqlen_k)
+    for name, position, rows, dim in (
+        ("dq", f.DQ, queries, problem.head_dim),
+        ("dk", f.DK, (*keys, problem.total_k), problem.head_dim),
+        ("dv", f.DV, (*keys, problem.total_k), problem.head_dim_v),
     ):
         if getattr(wanted, name):
-            allocation, strides = _rows(problem, heads, rows, 0, dim)
+            allocation, strides = _rows(problem, *rows, dim)
             made[name] = position, allocation
-            fields |= launch.stride_fields(position, strides, problem.dtype.itemsize, "dense")
+            fields |= launch.stride_fields(position, strides, problem.dtype.itemsize, kind)
     kernels = functools.partial(launch_backward.kernel, problem, wanted)
-    return Pass(problem, kernels, fields, given, made)
+    return Pass(problem, kernels, fields, given, made, first=len(tensors) - len(operands))
 
 
 def _positions(names: Sequence[str], tensors: Sequence[Any]) -> list[int] | None:
     """Where kernels find the addresses of the tensors that are not None; None if one cannot be addressed."""
-    known = ADDRESSED | GIVEN
+    known = ADDRESSED | GIVEN | SEED
     present = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
     return [known[name] for name in present] if known.keys() >= set(present) else None
 

@@ -8,12 +8,12 @@ every process, with one warning.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib
 import os
 import platform
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from llvmlite import __version__ as llvmlite_version
 from llvmlite import binding
 
-from tilewise import settings
+from tilewise import machine_code, settings
 from tilewise.backends.cpu import objects
 from tilewise.backends.cpu.isa import host
 from tilewise.backends.cpu.private_folder import PrivateFolder, UntrustedFolder
@@ -46,16 +46,13 @@ SUFFIX = ".tilewise-cpu"
 DIGEST_BYTES = 32
 # How long a process waits for another one that compiles, before it compiles too.
 PATIENCE_SECONDS = 30.0
-# LLVM's global context takes one thread at a time. fork() waits for the lock, else the child would find it locked.
-_lock = threading.RLock()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class Program(NamedTuple):
-    """Machine code in memory, owned by the engine."""
+    """Machine code in memory, owned by the engine, and the function that takes the address of a parameter block."""
 
     address: int
+    run: Callable[[int], None]
     engine: Any
 
 
@@ -86,7 +83,7 @@ def fingerprint() -> str:
         str(binding.llvm_version_info),
     ):
         digest.update(part.encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in (*sorted(Path(__file__).parent.glob("*.py")), Path(machine_code.__file__)):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:20]
 
@@ -130,7 +127,7 @@ def warmup(progress: Callable[[str, int, int], None]) -> None:
 @functools.cache
 def program(name: str) -> Program:
     """A program ready to run, from this process, from disk, or compiled now."""
-    with _lock:
+    with machine_code.lock:
         return _loaded(name)
 
 
@@ -223,10 +220,5 @@ def symbol(name: str) -> str:
 
 
 def _into_memory(name: str, code: bytes) -> Program:
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    machine = binding.Target.from_default_triple().create_target_machine(jit=True, codemodel="jitdefault", reloc="pic")
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-    engine.add_object_file(binding.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    return Program(engine.get_function_address(symbol(name)), engine)
+    address, engine = machine_code.load(code, symbol(name))
+    return Program(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), engine)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, cast, overload
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
+from tilewise import machine_code
 from tilewise.backends.cpu.emit import F32, I64, Emitter, Value
 from tilewise.backends.cpu.isa import Isa, host
 from tilewise.backends.cpu.language import Translator, names_in, signature_of
@@ -108,33 +109,7 @@ def build_module(parts: list[Part], isa: Isa, exported: frozenset[str]) -> ir.Mo
     return module
 
 
-def target_machine() -> Any:
-    """A code generator for this processor."""
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    target = binding.Target.from_default_triple()
-    features = binding.get_host_cpu_features().flatten()
-    return target.create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=features, opt=3, reloc="pic", codemodel="jitdefault", jit=True
-    )
-
-
-def optimise(module: ir.Module, machine: Any) -> Any:
-    """The parsed module after the usual optimisation passes."""
-    parsed = binding.parse_assembly(str(module))
-    parsed.triple, parsed.data_layout = machine.triple, str(machine.target_data)
-    options = binding.create_pipeline_tuning_options(speed_level=2)
-    # The kernels are vectorised already. These passes would only bloat the remaining address arithmetic.
-    options.loop_vectorization = False
-    options.slp_vectorization = False
-    options.loop_unrolling = False
-    passes = binding.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(parsed, passes)
-    return parsed
-
-
 def compile_object(entry: Any) -> bytes:
     """The machine code of an entry point and all it calls, as an object file for this processor."""
     part = part_of(entry)
-    machine = target_machine()
-    return bytes(machine.emit_object(optimise(build_module(reached(part), host(), frozenset({part.symbol})), machine)))
+    return machine_code.object_of(build_module(reached(part), host(), frozenset({part.symbol})))

@@ -12,17 +12,18 @@ from typing import Any
 
 from tilewise.backends.cpu import params as f
 from tilewise.backends.cpu import threads
+from tilewise.backends.cpu.cache import Program
 
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int64)
 
 
-def run(address: int, block: array[int], count: int) -> None:
+def run(program: Program, block: array[int], count: int) -> None:
     """Like `threads.run`. In the main thread, pending signal handlers run about every 50 ms. An exception of a handler
     ends the call and is raised here.
     """
     functions = _functions()
     if functions is None or threading.get_ident() != threading.main_thread().ident:
-        threads.run(address, block, count)
+        threads.run(program, block, count)
         return
     raised: list[BaseException] = []
     steps = _steps(block, raised)
@@ -31,7 +32,7 @@ def run(address: int, block: array[int], count: int) -> None:
     block[f.THREAD_ID], block[f.CLOCK], block[f.SLEEP] = functions
     block[f.CALLER], block[f.CLOCK_ID] = threading.get_ident(), time.CLOCK_MONOTONIC
     block[f.POLL] = ctypes.cast(callback, ctypes.c_void_p).value or 0
-    threads.run(address, block, count, on_interrupt=functools.partial(block.__setitem__, f.STOP, 1))
+    threads.run(program, block, count, on_interrupt=functools.partial(block.__setitem__, f.STOP, 1))
     if raised:
         raise raised.pop()
 

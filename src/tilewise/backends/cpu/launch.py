@@ -157,11 +157,10 @@ def row_fields(
     return fields
 
 
-@functools.lru_cache(maxsize=1024)
 def template(
     problem: AttentionProblem, kind: str, q: Strides, k: Strides, v: Strides, given_out: Strides | None = None
 ) -> Values:
-    """The parameter block of a call without addresses, to be copied. `out` is contiguous in the caller's layout, or has
+    """The parameter block of a call without addresses. `out` is contiguous in the caller's layout, or has
     the strides that are given.
     """
     out, lse = (result.stride() for result in new_results(problem, "meta"))
@@ -189,9 +188,14 @@ def put_operands(
                 keep.append(tensor)
     put(values, more_fields(problem, read))
     if problem.dropout > 0.0 and operands.seed is not None:
-        seed, *origin = operands.seed.reshape(-1).tolist()
-        put(values, {f.SEED_LOW: seed & 0xFFFFFFFF, f.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF})
-        put(values, {f.ORIGIN_BATCH + i: start for i, start in enumerate(origin)})
+        put(values, seed_fields(operands.seed))
+
+
+def seed_fields(tensor: Tensor) -> Block:
+    """A seed, and where dropout counts from if that follows it."""
+    seed, *origin = tensor.reshape(-1).tolist()
+    numbers = {f.SEED_LOW: seed & 0xFFFFFFFF, f.SEED_HIGH: (seed >> 32) & 0xFFFFFFFF}
+    return numbers | {f.ORIGIN_BATCH + i: start for i, start in enumerate(origin)}
 
 
 _addressed = operator.attrgetter(*ADDRESSED)
@@ -268,7 +272,6 @@ def _strides_from(position: int, tensor: Tensor) -> Block:
     return {position + i: stride * item for i, stride in enumerate(tensor.stride(), 1)}
 
 
-@functools.lru_cache(maxsize=256)
 def forward_workspace(division: Division, block_m: int, *, in_tiles: bool) -> tuple[Block, int]:
     """Offsets in one thread's workspace, and its size in bytes. On a matrix unit, packed head dims are whole tiles."""
     rows, dims = round_up(block_m, host().panel), (division.head_dim, division.head_dim_v)
@@ -430,7 +433,7 @@ class Run(NamedTuple):
             partials = allocate((num_partials * partial_bytes,), (1,), torch.uint8)
             done = torch.zeros(num_partials, dtype=torch.int64, device="cpu")
             values[f.PARTIALS], values[f.DONE] = partials.data_ptr(), done.data_ptr()
-        (interrupts if is_long else threads).run(program(name).address, values, count)
+        (interrupts if is_long else threads).run(program(name), values, count)
 
 
 class Kernel:
@@ -444,23 +447,24 @@ class Kernel:
         # The parameter block and the bytes of a workspace, by the rows of a work item: there are few.
         self._blocks: dict[int, tuple[Values, int]] = {}
         # Runs that serve many numbers of keys.
-        self._steps: dict[tuple[int, ...], Run] = {}
+        self._steps: dict[tuple[Any, ...], Run] = {}
 
     def run(self, bounds: Bounds, given: BothLengths | None, available: int) -> Run:
         """The run for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
         division = self._division
         expected = expected_microseconds(division, bounds, given, in_tiles=self._in_tiles)
         count, is_long = useful_threads(expected, available), expected >= LONG_MICROSECONDS
-        if given is not None or not division.decodes:
+        if not division.decodes:
             return self._planned(bounds, given, count, is_long)
         # A step of decoding has one key more than the one before, and most often the same items.
         batch, seqlen_q, seqlen_k = bounds
-        key = batch, seqlen_q, division.chunks(seqlen_k), count, is_long
+        items = division.chunks(seqlen_k) if given is None else schedule.items_of(division, given)
+        key = batch, seqlen_q, items, count, is_long
         run = self._steps.get(key)
         if run is None:
             if len(self._steps) == MAX_STEPS:
                 self._steps.clear()
-            run = self._steps[key] = self._planned(bounds, None, count, is_long)
+            run = self._steps[key] = self._planned(bounds, given, count, is_long)
         return run
 
     def _planned(self, bounds: Bounds, given: BothLengths | None, count: int, is_long: bool) -> Run:

@@ -5,8 +5,10 @@ the host.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from tilewise.backends.cpu.schedule import (
     Bounds,
     Division,
     Lengths,
+    Numbers,
     Schedule,
     bounds_of,
     keys_seen,
@@ -55,7 +58,7 @@ def backward(
     grads = new_gradients(problem, operands, wanted, k_lengths, zero=not runs)
     delta = torch.zeros(problem.lse_shape, dtype=torch.float32, device="cpu") if wanted.dsinks else None
     if runs:
-        keep: list[Tensor] = []
+        keep: list[Any] = []
         values = input_values(problem, operands, out, lse, dout, dlse, keep)
         launch.put(values, output_fields(problem, operands, grads, delta, k_lengths, keep))
         kernel(problem, wanted, values).start(bounds_of(problem), lengths)
@@ -104,7 +107,7 @@ def input_values(
     out = out if out.stride(-1) == 1 else out.contiguous()
     lse = lse.contiguous()
     keep += [out, dout, lse]
-    values = launch.template_of(problem, operands)[:]
+    values = launch.template_of(problem, operands)
     launch.put_operands(values, problem, operands, out, lse, keep)
     launch.put(values, launch.tensor_fields(f.OUT, out, kind) | launch.tensor_fields(f.DOUT, dout, kind))
     if dlse is not None:
@@ -158,14 +161,15 @@ def output_fields(
     grads: Gradients,
     delta: Tensor | None,
     k_lengths: Lengths,
-    keep: list[Tensor],
+    keep: list[Any],
 ) -> Block:
     """The fields of the tensors that kernels write."""
     dense, paged = problem.kind == "dense", problem.kind == "paged"
     block: Block = {f.KV_GRAD_DTYPE: FP32 if paged else launch.DTYPES[problem.dtype]}
     if not dense:
-        keep.append(torch.from_numpy(np.concatenate([[0], np.cumsum(k_lengths, dtype=np.int64)])))
-        block[f.CU_GRADS_K] = keep[-1].data_ptr()
+        totals = totals_of(k_lengths)
+        keep.append(totals)
+        block[f.CU_GRADS_K] = totals.buffer_info()[0]
     kv_kind = "dense" if dense else "packed"
     kinds = launch.query_kind(problem, operands), kv_kind, kv_kind
     for position, tensor, kind in zip((f.DQ, f.DK, f.DV), grads[:3], kinds, strict=True):
@@ -179,6 +183,11 @@ def output_fields(
         ]
         block |= dict(enumerate((grads.dbias.data_ptr(), *strides), f.DBIAS))
     return block
+
+
+def totals_of(lengths: Lengths) -> Numbers:
+    """Running totals, which kernels read as int64."""
+    return schedule.table([0, *itertools.accumulate(lengths)])
 
 
 def _into_pages(packed: Tensor | None, pages: Tensor, operands: Operands, k_lengths: Lengths) -> Tensor | None:
@@ -250,9 +259,8 @@ class Kernel:
             launch.useful_threads(expected, available),
             self._per_forward * expected >= launch.LONG_MICROSECONDS,
         )
-        known = None if given is None else (tuple(given[0]), tuple(given[1]))
         found = []
-        for work, plan, keys in _passes(division, self._wanted, self._bias_shape, count, bounds, known):
+        for work, plan, keys in _passes(division, self._wanted, self._bias_shape, count, bounds, given):
             offsets, size = self._workspace(division.head_dim, division.head_dim_v, work, keys)
             values = self._constants[:]
             launch.put(values, offsets)
@@ -271,17 +279,16 @@ def kernel(problem: AttentionProblem, wanted: Wanted, constants: Values) -> Kern
     return Kernel("backward", workspace, problem, wanted, BACKWARD_PER_FORWARD, constants)
 
 
-@functools.lru_cache(maxsize=64)
 def _passes(
     division: Division,
     wanted: Wanted,
     bias_shape: tuple[int, int, int, int] | None,
     count: int,
     bounds: Bounds,
-    given: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    given: BothLengths | None,
 ) -> list[tuple[int, Schedule, int]]:
     """WORK, items and keys of dk and dv of each pass: all gradients per K/V head at once, or dq and dk/dv separately;
-    and dbias. Cached: the layers of a model ask for the same.
+    and dbias.
     """
     q_lengths, k_lengths = both_lengths(bounds, given)
     makes_dq, makes_dkv = wanted.dq or wanted.dsinks, wanted.dk or wanted.dv

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -45,7 +44,7 @@ def forward_tangent(
         dot_lse[:, int(operands.cu_seqlens_q[-1]) :].zero_()
     keep: list[Tensor] = []
     operands, tangents = _with_alike_biases(operands, tangents)
-    values = launch.template_of(problem, operands)[:]
+    values = launch.template_of(problem, operands)
     launch.put_operands(values, problem, operands, out, lse, keep)
     _put_tangents(values, problem, operands, tangents, dot_out, dot_lse, keep)
     division, bounds, in_tiles = (
@@ -158,7 +157,6 @@ def _with_alike_biases(operands: Operands, tangents: Tangents) -> tuple[Operands
     return operands._replace(bias=one), tangents._replace(bias=other)
 
 
-@functools.lru_cache(maxsize=256)
 def _tangent_workspace(head_dim: int, head_dim_v: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace: the forward's, and what tangents need."""
     isa = host()
@@ -176,7 +174,6 @@ def _tangent_workspace(head_dim: int, head_dim_v: int) -> tuple[Block, int]:
     return launch.places(floats)
 
 
-@functools.lru_cache(maxsize=256)
 def _twice_workspace(head_dim: int, head_dim_v: int, work: int, keys: int) -> tuple[Block, int]:
     """Offsets in one thread's workspace: the backward's, and what tangents need; `keys` rows of dk and dv."""
     isa = host()

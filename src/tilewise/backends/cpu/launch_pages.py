@@ -58,7 +58,7 @@ def bind_write(
         values[K + SOURCE], values[V + SOURCE], values[K + PAGES], values[V + PAGES], values[SLOTS] = places
         if rows:
             _check_slots(tensors[4], end)
-            threads.run(program("write_rows").address, values, min(most, threads.num_threads()))
+            threads.run(program("write_rows"), values, min(most, threads.num_threads()))
 
     return write
 
@@ -80,7 +80,7 @@ def _write(name: str, k: Tensor, pages: Tensor, slots: Tensor, fields: tuple[int
     block = array("q", (rows, slots.data_ptr(), pages.shape[1], heads, *fields, *(0,) * COUNTER_FIELDS))
     if rows > 0:
         items = -(-rows // ROWS_PER_ITEM)
-        threads.run(program(name).address, block, min(items, threads.num_threads(), 1 + more_threads))
+        threads.run(program(name), block, min(items, threads.num_threads(), 1 + more_threads))
 
 
 def _check_slots(slots: Tensor, end: int) -> None:

@@ -33,7 +33,7 @@ SEQLEN_Q, SEQLEN_K, CU_SEQLENS_Q, CU_SEQLENS_K, SEQLENS_K, BLOCK_TABLE, BLOCK_TA
 # Sizes and dtypes: of results (and, where it is not e4m3, of q), of K and V.
 NUM_HEADS, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, DIM_PADDED, DIM_LANES, DIM_V_PADDED, DTYPE, KV_DTYPE = _take(9)
 # Semantics.
-Q_SCALE, WINDOW_LEFT, WINDOW_RIGHT, SOFTCAP, FEATURES = _take(5)
+Q_SCALE, WINDOW_LEFT, WINDOW_RIGHT, FEATURES = _take(4)
 BIAS, BIAS_BATCH, BIAS_HEAD, BIAS_ROW, BIAS_KEY, BIAS_DTYPE = _take(6)
 MASK, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY = _take(5)
 ALIBI, ALIBI_BATCH, ALIBI_HEAD, SINKS, DROPOUT_THRESHOLD, KEEP_SCALE, SEED_LOW, SEED_HIGH = _take(8)
@@ -95,24 +95,21 @@ TILES, TILES_BATCH, TILES_HEAD, TILES_ROW, TILES_KEYS, TILE_BITS, NUM_TILE_BITS 
 # The largest score of each row, with the strides of lse (0: not wanted).
 LARGEST = next(_positions)
 # Fields of a problem that kernels read as they are, in fp32 (0: none).
-NUMBERS = {"softcap": SOFTCAP}
+NUMBERS = {name: next(_positions) for name in ("softcap",)}
+(SOFTCAP,) = NUMBERS.values()
 # A whole number of cache lines.
 BLOCK_FIELDS = -(-next(_positions) // 8) * 8
 
 # Bits of WORK: what a backward pass produces.
 MAKES_DQ, MAKES_DKV, MAKES_DBIAS = 1, 2, 4
 
-# Bits of FEATURES: what a panel needs besides the plain product.
-HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, HAS_DROPOUT = 1, 2, 4, 8, 16
-# The bits by the field of a problem that turns each on.
-FEATURE_BITS = {
-    "softcap": HAS_SOFTCAP, "has_alibi": HAS_ALIBI, "bias_shape": HAS_BIAS, "mask_shape": HAS_MASK,
-    "dropout": HAS_DROPOUT,
-}  # fmt: skip
+# Bits of FEATURES, what a panel needs besides the plain product, by the field of a problem that turns each on.
+FEATURE_BITS = {name: 1 << i for i, name in enumerate(("softcap", "has_alibi", "bias_shape", "mask_shape", "dropout"))}
+HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS, HAS_MASK, HAS_DROPOUT = FEATURE_BITS.values()
 # What scores have a slope by, which `change_scores` stores and the backward multiplies dS by.
 HAS_SLOPE = HAS_SOFTCAP
 # What changes scores, and so the row maximum; dropout acts on probabilities.
-CHANGES_SCORES = HAS_SOFTCAP | HAS_ALIBI | HAS_BIAS | HAS_MASK
+CHANGES_SCORES = sum(FEATURE_BITS.values()) - HAS_DROPOUT
 # What needs per-row tables of positions, slopes and addresses.
 NEEDS_ROW_TABLE = HAS_ALIBI | HAS_BIAS | HAS_MASK | HAS_DROPOUT
 

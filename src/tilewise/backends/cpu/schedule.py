@@ -179,6 +179,13 @@ def forward_schedule(division: Division, bounds: Bounds, lengths: BothLengths | 
     return Schedule(table(numbers), len(numbers) // ENTRY_FIELDS, units, heads, block, chunk_keys(), split)
 
 
+def items_of(division: Division, lengths: BothLengths) -> tuple[tuple[int, ...], ...]:
+    """What the entries of a pass over few rows depend on: rows and chunks of each sequence, and which has most keys."""
+    rows, keys = lengths
+    order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
+    return tuple(rows), tuple([division.chunks(n) for n in keys]), tuple(order)
+
+
 def _entries(division: Division, lengths: BothLengths, chunks: Lengths, heads: int, block: int) -> list[int]:
     blocks: list[tuple[int, int, int, int]] = []
     for batch, (queries, keys) in enumerate(zip(*lengths, strict=True)):

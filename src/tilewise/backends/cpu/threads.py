@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tilewise import process
+from tilewise.backends.cpu.cache import Program
 
 # A worker forked before tilewise was imported, from a process whose torch already had a team.
 _IS_FORKED_WORKER = type(multiprocessing.current_process()).__name__ == "ForkProcess"
@@ -33,24 +34,24 @@ def num_threads() -> int:
     return 1 if _IS_FORKED_WORKER or process.is_forked() else torch.get_num_threads()
 
 
-def run(address: int, block: array[int], threads: int, on_interrupt: Callable[[], object] | None = None) -> None:
-    """Call the function at an address with the parameter block on several threads, without the GIL.
+def run(program: Program, block: array[int], threads: int, on_interrupt: Callable[[], object] | None = None) -> None:
+    """Run a program with the parameter block on several threads, without the GIL.
 
     Returns, or raises what a signal handler raised, when no thread uses the block any more. `on_interrupt` is called to
     make that soon.
     """
     data, _ = block.buffer_info()
     if threads == 1:
-        _function(address)(data)
+        program.run(data)
         return
     parallel = _openmp_parallel()
     if parallel is not None:
-        parallel(address, data, threads, 0)
+        parallel(program.address, data, threads, 0)
         return
-    others = [_pool(threads - 1).submit(_function(address), data) for _ in range(threads - 1)]
+    others = [_pool(threads - 1).submit(program.run, data) for _ in range(threads - 1)]
     interruption: BaseException | None = None
     try:
-        _function(address)(data)
+        program.run(data)
     except BaseException as error:  # from a signal handler, raised below
         interruption = error
     while not all(other.done() for other in others):
@@ -62,11 +63,6 @@ def run(address: int, block: array[int], threads: int, on_interrupt: Callable[[]
                 on_interrupt()
     if interruption is not None:
         raise interruption
-
-
-@functools.cache
-def _function(address: int) -> Callable[[int], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
 @functools.cache

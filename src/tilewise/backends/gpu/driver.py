@@ -3,7 +3,7 @@
 Triton's own launch path, `CompiledKernel.__getitem__`, takes tens of microseconds of host time a kernel. It looks up
 the device, wraps metadata for hooks, asks the driver about every pointer, encodes every tensor map again, and unpacks
 Python objects into the parameters of cuLaunchKernelEx. For a compiled kernel all of this is fixed except the stream,
-sizes and addresses. So straight-line code lays these out, and a launch is one call of the driver.
+sizes and addresses. These are words of a plan (tilewise.native), and its operations call the driver.
 
 The parameters of a kernel are read from its PTX. If they differ from what is laid out here, whatever release of Triton
 compiled it, the kernel is launched by Triton's own path. Figures: bench/results/gpu-host-choices.csv.
@@ -18,7 +18,7 @@ import re
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,55 +27,34 @@ from triton import knobs
 from tilewise.backends.gpu.compilation import MAX_COMPILED, TILE, compile_call, forget_compiled, kinds_of, typed
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile, materialised
 from tilewise.device import DeviceSpec
+from tilewise.native import Frame, Plan
+from tilewise.symbolic import Number, smallest
 
 LIBRARY = "libcuda.so.1"
-# Types not listed here take a word. The last two parameters point to scratch memory, which these kernels do not use.
-FORMATS = {"i32": "i4x", "i64": "q", "fp32": "f4x"}
 SIZES = {"i32": 4, "fp32": 4}
-POINTER, WORD, NUM_SCRATCH = "Q", 8, 2
-# CUlaunchConfig: grid, block, bytes of shared memory, stream; attributes and their number.
-CONFIG, REST = "7I4xQ", "QI4x"
+# The last two parameters point to scratch memory, which these kernels do not use.
+WORD, NUM_SCRATCH = 8, 2
+# CUlaunchConfig: grid, block, bytes of shared memory, stream; attributes and their number. Words of it.
+CONFIG, CONFIG_WORDS, STREAM, ATTRIBUTES = "=7I4xQQI4x", 7, 4, 5
 # CUlaunchAttribute: id and value; this one lets the kernel start while the one before it in the stream ends.
-ATTRIBUTE, OVERLAPS = "I4xi60x", (6, 1)
+ATTRIBUTE, OVERLAPS = "=I4xi60x", (6, 1)
 WARP = 32
-# Converts an address to a C argument. Done beforehand, because it takes as long as the call itself.
-POINTER_ARGUMENT = ctypes.c_void_p.from_param
-NULL_ARGUMENT = POINTER_ARGUMENT(0)
 # The parameters of a kernel in PTX: `.param .u32 name` or, with 128 bytes, `.param .align 64 .b8 name[128]`.
 ENTRY = re.compile(r"\.entry\s+\w+\s*\((.*?)\)", re.DOTALL)
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z]+(\d+)[^,\[]*(?:\[(\d+)\])?")
 # CUtensorMap: its size and alignment, the driver's codes of element types, and the constants it is encoded with.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-# Bytes of the numbers that a map of the highest rank, 5, is encoded from.
-MAP_ROOM = 9 * WORD + 10 * 4
 ELEMENTS = {
     torch.uint8: 0, torch.int8: 0, torch.float8_e4m3fn: 0, torch.uint16: 1, torch.int32: 3, torch.int64: 5,
     torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9,
 }  # fmt: skip
+# The function that encodes a map, and its arguments.
+MAP_WORDS = 13
 NO_INTERLEAVING, PROMOTE_128_BYTES, FILL_ZEROS = 0, 2, 0
 # Drivers up to this version set a bit in the maps of tensors below 128 KiB that must be cleared.
 LAST_WITH_SMALL_BIT, SMALL_BYTES, SMALL_BIT = 13010, 128 << 10, 1 << 21
 # Older drivers cannot capture a launch that overlaps the one before it in a CUDA graph.
 FIRST_TO_CAPTURE_OVERLAPS = 12030
-
-
-class Map(NamedTuple):
-    """One tensor map of a launch: the driver's arguments, one of which is `address`, that of the tensor; the others
-    were converted beforehand, because that takes most of a call's time. SMALL_BIT lies in `word`.
-    """
-
-    arguments: tuple[Any, ...]
-    address: Any
-    word: Any
-
-
-class Block(NamedTuple):
-    """The memory of a launch. `function` and `arguments` start what was laid out in it."""
-
-    function: Callable[..., int]
-    arguments: tuple[Any, ...]
-    memory: Any
-    maps: tuple[Map, ...]
 
 
 def launch_path() -> str:
@@ -97,6 +76,12 @@ def _entry(name: str) -> Callable[..., int] | None:
     return function
 
 
+def _address_of(name: str) -> int:
+    """The address of a function of the driver; 0 without one."""
+    function = _entry(name)
+    return 0 if function is None else ctypes.cast(cast("Any", function), ctypes.c_void_p).value or 0
+
+
 @functools.cache
 def _driver_version() -> int:
     version, ask = ctypes.c_int(0), _entry("cuDriverGetVersion")
@@ -113,43 +98,35 @@ def _encoded(tile: Tile) -> tuple[Any, ...]:
     return (*tile.shape[::-1], *[item * stride for stride in tile.strides[-2::-1]])
 
 
-def _span(tile: Tile, words: Sequence[str]) -> str:
-    """Code of the bytes from the first element of a tensor map to behind its last one."""
+def _span(tile: Tile, words: Sequence[Any]) -> Any:
+    """Bytes from the first element of a tensor map to behind its last one, or any number from SMALL_BYTES on."""
     rank = len(tile.shape)
-    pairs = zip(words[:rank], (str(tile.address.dtype.itemsize), *words[rank:]), strict=True)
-    return " + ".join(["1", *[f"({size} - 1) * {stride}" for size, stride in pairs]])
+    pairs = zip(words[:rank], (tile.address.dtype.itemsize, *words[rank:]), strict=True)
+    return sum([smallest(size - 1, SMALL_BYTES) * smallest(stride, SMALL_BYTES) for size, stride in pairs], 1)
 
 
-def _map(tile: Tile, meta: Any, memory: Any, place: int, room: int) -> Map:
-    """The map at address `place`, encoded from numbers in `memory` from `room` on: sizes and strides in words, then box
-    (what one copy moves) and steps in half words, all from the last dimension to the first.
-    """
-    rank, begin = len(tile.shape), ctypes.addressof(memory)
-    box = room + WORD * (2 * rank - 1)
-    struct.pack_into(f"<{2 * rank}I", memory, box, *meta["block_size"][::-1], *[1] * rank)
-    places = (begin + room, begin + room + WORD * rank, begin + box, begin + box + WORD // 2 * rank)
-    kinds = (NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
-    # Integers are passed like pointers, which ctypes does in half the time.
-    before = map(POINTER_ARGUMENT, (place, ELEMENTS[tile.address.dtype], rank))
-    address, after = ctypes.c_void_p(), map(POINTER_ARGUMENT, (*places, *kinds))
-    return Map((*before, address, *after), address, ctypes.c_uint64.from_address(place + WORD))
-
-
-def _refused(error: int, address: int, words: tuple[int, ...]) -> RuntimeError:
-    rank = len(words) // 2 + 1
-    what = f"shape {words[rank - 1 :: -1]} and strides of {words[: rank - 1 : -1]} bytes"
+def refused(plan: Plan, frame: Frame, call: int) -> RuntimeError:
+    """The error of the driver that made no tensor map, where the words of its call begin."""
+    error, _, _, rank = plan.peek(frame, call, 4)
+    address, *words = plan.peek(frame, call + MAP_WORDS, 2 * rank)
+    what = f"shape {tuple(words[:rank][::-1])} and strides of {tuple(words[rank:][::-1])} bytes"
     return RuntimeError(f"the CUDA driver made no tensor map (error {error}) at address {address} with {what}")
+
+
+def _clears_bit() -> bool:
+    """Whether the driver sets a bit that must be cleared."""
+    return _driver_version() <= LAST_WITH_SMALL_BIT
 
 
 class Launch:
     """One kernel call on one device, complete except for stream, sizes and addresses; immutable.
 
-    `compiled` is None for Triton's interpreter. `is_direct`: the driver can launch it from a `Block`; otherwise
-    Triton's own path does (`start`). The grid, the kernel's parameters and its tensor maps, for code that lays them
-    out (`lines`), may be numbers of a trace.
+    `compiled` is None for Triton's interpreter. `is_direct`: the driver can launch it from words of a plan, which
+    `lay_out` adds; otherwise Triton's own path does (`start`). The grid, the kernel's parameters and its tensor maps
+    may be numbers of a trace.
     """
 
-    __slots__ = ("__weakref__", "_function", "_maps", "_scratch", "call", "compiled", "is_direct", "packing", "values")
+    __slots__ = ("__weakref__", "_function", "_kinds", "_maps", "call", "compiled", "is_direct", "values")
 
     def __init__(self, call: KernelCall, device: DeviceSpec | None, index: int) -> None:
         """For device `index`, which is current; a device that is None stands for Triton's interpreter."""
@@ -164,14 +141,12 @@ class Launch:
             return
         types, passed = typed(call)
         self.compiled = compiled = compile_call(call, device, index, types)
-        formats = _formats(compiled, types.signature)
-        if formats is None:
+        kinds = _kinds(compiled, types.signature)
+        if kinds is None:
             return
-        self.is_direct = True
+        self.is_direct, self._kinds = True, kinds
         _ = compiled.run  # loads the binary on the current device
-        self._function = POINTER_ARGUMENT(compiled.function)
-        # What a launch changes: parameters, a null pointer for scratch memory, the configuration up to the stream.
-        self.packing = struct.Struct(f"<{formats}{POINTER}{CONFIG}")
+        self._function: int = compiled.function
         metas = iter(_descriptions(compiled))
         for value in passed:
             kind = value.__class__
@@ -180,77 +155,90 @@ class Launch:
                 self.values += (value.address, *value.shape, *value.strides)
             else:
                 self.values.append(value.value if kind is Multiple else value)
-        self._scratch = struct.calcsize(f"<{formats}")
 
     @property
     def described(self) -> tuple[Any, ...]:
         """Everything in which launches of the kernel differ, but the stream and addresses."""
         values = tuple(value.offset if value.__class__ is Address else value for value in self.values)
-        return (self.call.grid, values, *[_encoded(tile) for _, tile, _ in self._maps])
+        maps = [(_encoded(tile), _span(tile, _encoded(tile)) if _clears_bit() else 0) for _, tile, _ in self._maps]
+        return (self.call.grid, values, *maps)
 
-    def lines(
-        self, at: int, spelled: Callable[[Any], str], located: Callable[[Address], str], names: dict[str, Any]
-    ) -> list[str]:
-        """Code that lays the launch out in `blocks[at]`; `spelled` and `located` are the code of a number and of an
-        address. What the code refers to is added to `names`.
+    def lay_out(self, plan: Plan, located: Callable[[Address], int], stream: int) -> Callable[[int], None]:
+        """Add the launch to a plan. `located` says which word has an address, `stream` is the word of the stream.
+
+        Returns the function that adds the operations of the driver, and takes the number of the launch. They come after
+        the operations of all launches: if a number does not fit, nothing is launched.
         """
-        begin = WORD * (len(self.values) + NUM_SCRATCH)
-        names |= {f"pack{at}": self.packing.pack_into, "encode": _entry("cuTensorMapEncodeTiled"), "refused": _refused}
-        lines = [f"_, _, memory, maps = blocks[{at}]"]
-        room = self._room
-        for number, (_, tile, _) in enumerate(self._maps):
-            words = [spelled(word) for word in _encoded(tile)]
-            names[f"pack{at}_{number}"] = struct.Struct(f"<{len(words)}Q").pack_into
-            address = located(tile.address)
-            lines += [
-                f"pack{at}_{number}(memory, {room}, {', '.join(words)})",
-                f"arguments, address, word = maps[{number}]",
-                f"address.value = {address}",
-                "error = encode(*arguments)",
-                f"if error: raise refused(error, {address}, ({', '.join(words)}))",
-            ]
-            if _driver_version() <= LAST_WITH_SMALL_BIT:
-                small = f"{_span(tile, words)} < {SMALL_BYTES}"
-                lines.append(f"if word.value & {SMALL_BIT} and {small}: word.value &= {~SMALL_BIT}")
-            room += MAP_ROOM
-        values = [located(value) if value.__class__ is Address else spelled(value) for value in self.values]
-        about = self.compiled.metadata
-        config = (*map(spelled, self.call.grid), WARP * about.num_warps, 1, 1, about.shared)
-        lines.append(f"pack{at}(memory, {begin}, {', '.join(values)}, 0, {', '.join(map(str, config))}, stream)")
-        return lines
+        parameters = plan.words(*[0] * (len(self.values) + NUM_SCRATCH))
+        for i, (value, kind) in enumerate(zip(self.values, self._kinds, strict=True)):
+            word = located(value) if value.__class__ is Address else self._number(plan, value, kind)
+            plan.point(parameters + i, word)
+        for i in range(NUM_SCRATCH):
+            plan.point(parameters + len(self.values) + i, plan.word(0))
+        config = self._configured(plan, stream)
+        maps = [self._map(plan, tile, meta, located, parameters + at) for at, tile, meta in self._maps]
+        launch = plan.words(_address_of("cuLaunchKernelEx"), 0, self._function, 0)
+        plan.point(launch + 1, config)
+        plan.point(launch + 3, parameters)
 
-    @property
-    def _room(self) -> int:
-        """Where in a block the numbers begin that tensor maps are encoded from; the maps lie before."""
-        laid_out = WORD * (len(self.values) + NUM_SCRATCH) + self.packing.size + struct.calcsize(f"<{REST}{ATTRIBUTE}")
-        return laid_out + MAP_BYTES * len(self._maps) + MAP_ALIGNMENT
+        def drive(number: int) -> None:
+            for encode in maps:
+                encode()
+            plan.operate("launch", number, launch)
 
-    def block(self) -> Block:
-        """New memory: pointers to the parameters, parameters, configuration, attribute, tensor maps, and what these are
-        encoded from.
-        """
-        count, room = len(self.values), self._room
-        memory = ctypes.create_string_buffer(room + MAP_ROOM * len(self._maps))
-        begin = ctypes.addressof(memory)
-        first = begin + WORD * (count + NUM_SCRATCH)
-        scratch = first + self._scratch
-        end = WORD * (count + NUM_SCRATCH) + self.packing.size
-        pointers = [*range(first, scratch, WORD), scratch, scratch]
-        attribute = begin + end + struct.calcsize(f"<{REST}")
-        place = -(-(attribute + struct.calcsize(f"<{ATTRIBUTE}")) // MAP_ALIGNMENT) * MAP_ALIGNMENT
-        maps = []
-        for at, tile, meta in self._maps:
-            maps.append(_map(tile, meta, memory, place, room))
-            pointers[at] = place
-            place, room = place + MAP_BYTES, room + MAP_ROOM
-        overlaps = self.call.overlaps and _driver_version() >= FIRST_TO_CAPTURE_OVERLAPS
-        struct.pack_into(f"<{len(pointers)}{POINTER}", memory, 0, *pointers)
-        struct.pack_into(f"<{REST}{ATTRIBUTE}", memory, end, *((attribute, 1) if overlaps else (0, 0)), *OVERLAPS)
-        function = _entry("cuLaunchKernelEx")
-        assert function is not None
-        # Configuration, kernel, pointers to parameters, no extra options.
-        arguments = (POINTER_ARGUMENT(scratch + WORD), self._function, POINTER_ARGUMENT(begin), NULL_ARGUMENT)
-        return Block(function, arguments, memory, tuple(maps))
+        return drive
+
+    @staticmethod
+    def _number(plan: Plan, value: Any, kind: str) -> int:
+        """The word of a parameter."""
+        if kind != "fp32":
+            word = plan.word(value)
+            return word if kind != "i32" else plan.operate("narrow", word, word)
+        return plan.operate("single", plan.words(0), plan.word(value if value.__class__ is Number else float(value)))
+
+    def _configured(self, plan: Plan, stream: int) -> int:
+        """The words of the configuration."""
+        about, overlaps = self.compiled.metadata, self.call.overlaps and _driver_version() >= FIRST_TO_CAPTURE_OVERLAPS
+        packed = struct.pack(CONFIG, 0, 0, 0, WARP * about.num_warps, 1, 1, about.shared, 0, 0, int(overlaps))
+        config = plan.words(*struct.unpack(f"={CONFIG_WORDS}q", packed))
+        for axis, size in enumerate(self.call.grid):
+            plan.operate("half", 2 * config + axis, plan.word(size))
+        plan.operate("move", config + STREAM, stream)
+        if overlaps:
+            attribute = struct.pack(ATTRIBUTE, *OVERLAPS)
+            plan.point(config + ATTRIBUTES, plan.words(*struct.unpack(f"={len(attribute) // WORD}q", attribute)))
+        return config
+
+    @staticmethod
+    def _map(
+        plan: Plan, tile: Tile, meta: Any, located: Callable[[Address], int], parameter: int
+    ) -> Callable[[], None]:
+        """Add a tensor map, which is what a parameter points to. Returns the function that adds its operations."""
+        encoded, rank = _encoded(tile), len(tile.shape)
+        place = plan.words(*[0] * (MAP_BYTES // WORD), alignment=MAP_ALIGNMENT // WORD)
+        boxes = struct.pack(f"={2 * rank}I", *meta["block_size"][::-1], *[1] * rank)
+        box = plan.words(*struct.unpack(f"={rank}q", boxes))
+        kinds = (NO_INTERLEAVING, meta["swizzle"], PROMOTE_128_BYTES, FILL_ZEROS)
+        encode = _address_of("cuTensorMapEncodeTiled")
+        call = plan.words(encode, 0, ELEMENTS[tile.address.dtype], rank, 0, 0, 0, 0, 0, *kinds)
+        # The address, sizes and strides; and those of the last time: no tensor is at this address.
+        first = plan.words(*[0] * (2 * rank), *[-1] * (2 * rank))
+        assert first == call + MAP_WORDS
+        plan.operate("move", first, located(tile.address))
+        for word, number in enumerate(encoded, first + 1):
+            plan.operate("move", word, plan.word(number))
+        sizes, steps = first + 1, first + 1 + rank
+        for word, target, half in ((1, place, 0), (5, sizes, 0), (6, steps, 0), (7, box, 0), (8, box, rank)):
+            plan.point(call + word, target, half)
+        plan.point(parameter, place)
+
+        def drive() -> None:
+            plan.operate("encode", 2 * rank, call, first)
+            if _clears_bit():
+                limits = plan.words(SMALL_BYTES, SMALL_BIT)
+                plan.operate("clear", place + 1, plan.word(_span(tile, encoded)), limits)
+
+        return drive
 
     def start(self, stream: int, tensors: Mapping[str, Tensor]) -> None:
         """Launch by Triton's own path, which calls hooks and reports errors; or interpret the kernel."""
@@ -271,7 +259,7 @@ def _alive() -> weakref.WeakSet[Launch]:
 
     def let_go() -> None:
         forget_compiled()
-        _formats.cache_clear()
+        _kinds.cache_clear()
         for launch in found:
             launch.compiled = None
 
@@ -280,9 +268,9 @@ def _alive() -> weakref.WeakSet[Launch]:
 
 
 @functools.lru_cache(maxsize=MAX_COMPILED)
-def _formats(compiled: Any, signature: tuple[Any, ...]) -> str | None:
-    """The parameters of a kernel in memory. None if the driver cannot launch the kernel with these alone: it has
-    others, or needs scratch memory, a cluster or an unknown attribute.
+def _kinds(compiled: Any, signature: tuple[Any, ...]) -> list[str] | None:
+    """The types of a kernel's parameters. None if the driver cannot launch the kernel with these alone: it has others,
+    or needs scratch memory, a cluster or an unknown attribute.
     """
     about, metas, kinds = compiled.metadata, _descriptions(compiled), list(kinds_of(signature))
     tiles = [kind for kind in kinds if kind.startswith(TILE)]
@@ -292,12 +280,7 @@ def _formats(compiled: Any, signature: tuple[Any, ...]) -> str | None:
     alone = about.num_ctas == 1 and not wants_more
     if not (is_open and alone and is_described and _has_parameters(compiled.asm["ptx"], kinds)):
         return None
-    return formats_of(kinds)
-
-
-def formats_of(kinds: Iterable[str]) -> str:
-    """Parameters of these types in memory, a word each; packing refuses a number that does not fit into 32 bits."""
-    return "".join(FORMATS.get(kind, POINTER) for kind in kinds)
+    return kinds
 
 
 def _has_parameters(ptx: str, kinds: Iterable[str]) -> bool:
@@ -313,18 +296,10 @@ def _descriptions(compiled: Any) -> Sequence[Any]:
     return getattr(compiled.metadata, "tensordesc_meta", None) or ()
 
 
-def queued(blocks: Iterable[Block]) -> int:
-    """Launch kernels in order; returns how many the driver accepted before it refused one.
-
-    Returns 0 if a profiler has installed launch hooks in Triton: they would not see these launches.
-    """
+def is_hooked() -> bool:
+    """Whether a profiler has installed launch hooks in Triton, which must see all launches."""
     runtime = knobs.runtime
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
-    done = 0
-    if (before is not None and getattr(before, "calls", True)) or (after is not None and getattr(after, "calls", True)):
-        return done
-    for block in blocks:
-        if block[0](*block[1]):
-            break
-        done += 1
-    return done
+    if before is not None and getattr(before, "calls", True):
+        return True
+    return after is not None and bool(getattr(after, "calls", True))

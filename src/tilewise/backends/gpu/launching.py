@@ -7,11 +7,9 @@ graph. Figures: bench/results/gpu-host-choices.csv.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import struct
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,18 +18,17 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu.counters import counters_of
-from tilewise.backends.gpu.driver import Block, Launch, queued
-from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, aligned_names
+from tilewise.backends.gpu.driver import Launch, is_hooked, refused
+from tilewise.backends.gpu.symbols import ALIGNMENT, Address, KernelCall, addresses_in, aligned_names
 from tilewise.device import DeviceSpec
+from tilewise.native import WORD, Frame, Plan
 from tilewise.operands import Operands
+from tilewise.operations import ASK, NO, YES
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import Number, Trace, code, function, numbers_in, unpacked
+from tilewise.symbolic import Trace, numbers_in
 
 # Passes that a backend caches, one for each combination of problem, strides and alignment: about 20 KiB each.
 MAX_PASSES = 512
-# Laid-out launches that are cached for the same sizes, one for each set of addresses: some 2 KiB each. A caching
-# allocator hands out the same addresses again and again, in training one set for every layer.
-MAX_LAID_OUT = 128
 # Alignment of tensors that share a block, about that of a caching allocator; and the name of the block.
 STEP, BLOCK = 256, "block"
 # The operands that are read, and the order of the tensors that a backward pass is given.
@@ -40,6 +37,7 @@ BACKWARD_GIVEN = ("dout", "dlse", "out", "lse", *INPUTS)
 # Strides, dtype, and whether the address is a multiple of 16 bytes: part of the cache key.
 RawView = tuple[tuple[int, ...], torch.dtype, bool]
 RawViews = tuple[RawView | None, ...]
+_address = Tensor.data_ptr
 
 
 class View(NamedTuple):
@@ -118,19 +116,6 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-class Sized(NamedTuple):
-    """The numbers that a pass needs for certain sizes, and its launches by stream and addresses: None for addresses,
-    or sizes, that were met only once.
-    """
-
-    numbers: tuple[int | float, ...]
-    laid_out: dict[tuple[int, ...], Sequence[Block] | None] | None
-
-    def kept(self) -> Sized:
-        """The same for sizes that come again: launches are cached."""
-        return self._replace(laid_out={})
-
-
 class Pass:
     """The kernels of a call in order. Calling it with the tensors allocates the results and launches the kernels.
 
@@ -139,13 +124,12 @@ class Pass:
     every allocation costs host time. Those in `copied` the kernels cannot address: a contiguous copy of this dtype is
     made first, of a canonical tensor. Kernels find at least `num_counters` zeros in the tensor "counter".
 
-    Sizes may be numbers of a trace: after `open` the pass serves other sizes too, which `sized` computes.
+    Sizes may be numbers of a trace: after `open` the pass serves other sizes too.
     """
 
     __slots__ = (
-        "_allocate", "_counters", "_given", "_index", "_is_direct", "_is_open", "_launches", "_lay_out", "_make",
-        "_names", "_parts", "_sized", "_spare", "allocations", "captured", "copied", "described", "device", "made",
-        "num_counters",
+        "_allocate", "_counters", "_given", "_index", "_is_direct", "_laid_out", "_launches", "_parts", "allocations",
+        "captured", "copied", "described", "device", "made", "num_counters",
     )  # fmt: skip
 
     def __init__(
@@ -175,8 +159,6 @@ class Pass:
         guards: Any = torch._C._dynamo.guards  # noqa: SLF001
         self._allocate = guards._empty_strided_cpu if index < 0 else guards._empty_strided_cuda  # noqa: SLF001
         self._counters = counters_of(index) if num_counters.__class__ is not int or num_counters else None
-        # The names of a call's tensors and of those that it makes, in the order of their addresses.
-        self._names: list[str] | None = None
         self._launches = _prepared([call for call in calls if 0 not in call.grid], device, index)
         self._is_direct = all(launch.is_direct for launch in self._launches)
         # Everything in which calls of the pass may differ, but addresses and stream.
@@ -186,13 +168,8 @@ class Pass:
             num_counters,
             tuple(launch.described for launch in self._launches),
         )
-        # The functions that make the tensors, and that lay the launches out; the first call tells for which tensors.
-        self._make: Any = self._made_alike
-        self._lay_out: Any = None
-        self._sized = Sized((), {})
-        # Blocks of launches that later ones may use.
-        self._spare: deque[Sequence[Block]] = deque()
-        self._is_open = False
+        # Made by `open`, or by the first call, which tells for which tensors.
+        self._laid_out: _LaidOut | None = None
         # A pass that CUDA graphs capture instead, if any: kernels chosen without regard to host time.
         self.captured: Pass | None = None
 
@@ -201,29 +178,18 @@ class Pass:
         """Its kernels, in order."""
         return [launch.call for launch in self._launches]
 
-    def open(self, trace: Trace) -> Callable[..., Sized | None]:
+    def open(self, trace: Trace) -> Callable[..., Frame | None]:
         """From now on the pass serves all sizes to which its trace applies. Returns the function that computes what it
-        needs for given tensors (those that are not None), or None where it does not apply.
+        needs for given tensors (those that are not None) and lengths, or None where it does not apply.
         """
-        self._is_open = True
-        numbers = self._numbers()
-        made = [f"allocate({code(shape)}, {code(strides)}, {dtype})" for shape, strides, dtype in self.described[0]]
-        lines = [*unpacked(numbers, "numbers"), f"made = [{', '.join(made)}]"]
-        used = "made" if self._counters is None else f"[*made, current({code(self.num_counters)}, stream)]"
-        names = {"allocate": self._allocate, "torch": torch, "current": self._counters and self._counters.current}
-        self._make = function("numbers, stream", [*lines, f"return made, {used}"], names)
-        measure: Callable[..., Sized | None] = trace.function(
-            [f"return Sized({code(numbers)}, None)"], {"Sized": Sized}
-        )
-        return measure
-
-    def _made_alike(self, _numbers: Any, stream: int) -> tuple[list[Tensor], list[Tensor]]:
-        """(the tensors of a pass that is not open, these and counters)."""
-        made = [self._allocate(shape, strides, dtype) for shape, strides, dtype in self.described[0]]
-        return made, made if self._counters is None else [*made, self._counters.current(self.num_counters, stream)]
+        used = {address.name for call in self.calls for address in addresses_in(call.arguments.values())}
+        # The trace has no addresses of copies, nor of a result that the call makes for the kernels.
+        lacking = used - trace.tensors.keys() - self.allocations.keys() | self.copied.keys()
+        self._laid_out = self._lay_out(trace, [name for name in self._given if name in lacking])
+        return self._laid_out.plan.measure
 
     def __call__(
-        self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, sized: Sized | None = None
+        self, tensors: Sequence[Tensor | None], places: tuple[int, ...] | None = None, sized: Frame | None = None
     ) -> list[Tensor] | None:
         """The allocated tensors in the order of `made`, followed by workspace that is not the caller's; None if an
         address lacks the alignment that the kernels need, or a number does not fit.
@@ -241,106 +207,88 @@ class Pass:
                 return self.captured(tensors, places)
         if self.copied:
             tensors, places = self._copies(tensors), None
-        if places is None:
-            places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
-        numbers, known = self._sized if sized is None else sized
-        made, used = self._make(numbers, stream)
-        key = (stream, *places, *[tensor.data_ptr() for tensor in used])
-        blocks, is_spare = None if known is None else known.get(key), False
-        if blocks is None:
-            # Addresses that are met for the first time may never come again.
-            is_spare = known is None or key not in known
-            blocks = self._laid_out(numbers, key, tensors, is_spare=is_spare)
-            if blocks is None:
+        found = self._laid_out
+        if found is None:
+            given = [name for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None]
+            found = self._laid_out = self._lay_out(None, given)
+        plan, allocate, counters = found.plan, self._allocate, self.num_counters
+        if found.is_open:
+            if sized is None:
                 return None
-            if known is not None:
-                known[key] = None if is_spare else blocks
-                if len(known) > MAX_LAID_OUT:
-                    with contextlib.suppress(RuntimeError):  # another thread has just changed it, too
-                        known.pop(next(iter(known)), None)
-        done = queued(blocks)
-        if done < len(self._launches):  # the driver refused the others, or hooks must see them
-            if self._is_open:  # the kernels are described with numbers
-                return None
-            self._start(done, stream, tensors, used)
-        elif is_spare:
-            self._spare.append(blocks)
-        return made  # type: ignore[no-any-return]
-
-    def _laid_out(
-        self, numbers: tuple[Any, ...], key: tuple[int, ...], tensors: Sequence[Tensor | None], *, is_spare: bool
-    ) -> Sequence[Block] | None:
-        """The launches of a call. `is_spare`: their memory is lent until they have started."""
-        if self._lay_out is None:
-            numbers = self._write(self._named(tensors)) or numbers
-        blocks: Sequence[Block] = []
-        if is_spare:
-            try:
-                blocks = self._spare.pop()
-            except IndexError:  # all are lent
-                blocks = []
-        if not blocks and self._is_direct:
-            blocks = [launch.block() for launch in self._launches]
-        try:
-            fits = self._lay_out(numbers, key, blocks)
-        except struct.error:  # a number takes more bits than in the calls for which the kernels were compiled
+            frame, numbers = sized, plan.read(sized)
+            counters = numbers[-1]
+            made = [allocate(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in found.made]
+            places = tuple([tensors[i].data_ptr() for i in found.read]) if found.read else ()  # type: ignore[union-attr]
+        else:
+            frame = plan.frame()
+            made = [allocate(shape, strides, dtype) for shape, strides, dtype in found.made]
+            if places is None:
+                places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
+        used = made
+        if self._counters is not None:
+            used = [*made, self._counters.current(counters, stream)]
+        found.put(frame.words, found.first, stream, is_hooked(), *places, *map(_address, used))
+        status = plan.start(*frame.starting)
+        if status >= ASK:  # what this frame has is no map
+            raise refused(plan, frame, status - ASK)
+        plan.release(frame)
+        if status == NO:
             return None
-        return blocks if fits else None
+        if status != YES or not self._is_direct:  # the driver refused a launch, or hooks must see all
+            if found.is_open:  # the kernels are described with numbers
+                return None
+            self._start(max(-1 - status, 0), stream, tensors, used)
+        return made
 
-    def _numbers(self) -> tuple[Number, ...]:
-        """The numbers of a trace that its calls differ in."""
-        found = {number.at: number for number in numbers_in(self.described)}
-        return tuple(found[at] for at in sorted(found))
-
-    def _write(self, names: Sequence[str]) -> tuple[Any, ...]:
-        """Write the function that lays the launches out, for tensors with these names. A pass that is not open takes
-        all its numbers as arguments, so that others share the compiled code; they are returned.
-        """
-        numbers: list[Any] = []
-
-        def spelled(value: Any) -> str:
-            if self._is_open:
-                return code(value)
-            numbers.append(value)
-            return f"n{len(numbers) - 1}"
-
-        def located(address: Address) -> str:
-            offset, place = address.offset, places[address.name]
-            return place if offset.__class__ is int and not offset else f"{place} + {spelled(offset)}"
-
-        places = {name: f"at_{name}" for name in names}
-        before = f"stream, {', '.join(places.values())}, = key"
-        places |= {name: f"at_{BLOCK} + {spelled(begin)}" for name, (begin, _) in self._parts.items()}
+    def _lay_out(self, trace: Trace | None, read: Sequence[str]) -> _LaidOut:
+        """The plan of a pass whose calls read the addresses of these tensors; those of others the trace has."""
+        made, outputs = list[Any](self.described[0]), list[Any]()
+        for at, (shape, strides, dtype) in enumerate(made if trace is not None else ()):
+            begin, middle, end = len(outputs), len(outputs) + len(shape), len(outputs) + 2 * len(shape)
+            made[at] = slice(begin, middle), slice(middle, end), dtype
+            outputs += (*shape, *strides)
+        plan = Plan(trace, (*outputs, self.num_counters), numbers_in(self.described))
+        block, counter = [BLOCK] if self._parts else [], [] if self._counters is None else ["counter"]
+        names = [*read, *self.made, *block, *counter]
+        stream = plan.words(*[0] * (2 + len(names)))
+        words = plan.addresses | {name: stream + 2 + i for i, name in enumerate(names)}
+        for name, (begin, _) in self._parts.items():
+            words[name] = self._offset(plan, words[BLOCK], begin)
         aligned = sorted(aligned_names([argument for call in self.calls for argument in call.arguments.values()]))
-        lines = (
-            [f"if ({' | '.join([places[name] for name in aligned])}) % {ALIGNMENT}: return False"] if aligned else []
-        )
-        refers: dict[str, Any] = {}
-        for at, launch in enumerate(self._launches if self._is_direct else ()):
-            lines += launch.lines(at, spelled, located, refers)
-        unpacking = unpacked(self._numbers(), "numbers") if self._is_open else unpacked(numbers, "numbers")
-        self._lay_out = function("numbers, key, blocks", [*unpacking, before, *lines, "return True"], refers)
-        if not self._is_open:
-            self._sized = Sized(tuple(numbers), self._sized.laid_out)
-        return tuple(numbers)
+        if aligned:
+            every, *others = [words[name] for name in aligned]
+            for word in others:
+                every = plan.operate("|", plan.words(0), every, word)
+            plan.operate("==", 1, plan.operate("%", plan.words(0), every, plan.word(ALIGNMENT)), plan.word(0))
+
+        def located(address: Address) -> int:
+            return self._offset(plan, words[address.name], address.offset)
+
+        direct = self._launches if self._is_direct else ()
+        drives = [launch.lay_out(plan, located, stream) for launch in direct]
+        plan.operate("watched", 0, stream + 1)
+        for number, drive in enumerate(drives):
+            drive(number)
+        put, indices = struct.Struct(f"={2 + len(names)}q").pack_into, [self._given.index(name) for name in read]
+        return _LaidOut(plan.finish(), trace is not None, made, indices, names, put, WORD * stream)
+
+    @staticmethod
+    def _offset(plan: Plan, word: int, offset: Any) -> int:
+        """The word with an address and some bytes more."""
+        if offset.__class__ is int and not offset:
+            return word
+        return plan.operate("+", plan.words(0), word, plan.word(offset))
 
     def _start(self, done: int, stream: int, tensors: Sequence[Tensor | None], used: Sequence[Tensor]) -> None:
         """Launch the kernels from number `done` on by Triton's own path."""
-        given = [tensor for tensor in tensors if tensor is not None]
-        named = dict(zip(self._named(tensors), [*given, *used], strict=True))
+        named: dict[str, Any] = dict(zip(self._given, tensors, strict=False))
+        made = [*self.made, *([BLOCK] if self._parts else []), *([] if self._counters is None else ["counter"])]
+        named |= zip(made, used, strict=True)
         for name, (begin, (shape, strides, dtype)) in self._parts.items():
             end = begin + math.prod(shape) * dtype.itemsize
             named[name] = named[BLOCK][begin:end].view(dtype).as_strided(shape, strides)
         for launch in self._launches[done:]:
             launch.start(stream, named)
-
-    def _named(self, tensors: Sequence[Tensor | None]) -> list[str]:
-        """The names of a call's tensors, which are the same in every call, then of those that it makes."""
-        if self._names is None:
-            given = [name for name, tensor in zip(self._given, tensors, strict=False) if tensor is not None]
-            block, counter = [BLOCK] if self._parts else [], [] if self._counters is None else ["counter"]
-            self._names = [*given, *self.made, *block, *counter]
-        return self._names
 
     def run(self, tensors: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """The allocated tensors by name; the pass must have been prepared for the alignment of these tensors."""
@@ -369,13 +317,36 @@ class Pass:
         return type(self)(calls, given, made, self.device, self._index, read=read, num_counters=counters)
 
 
+class _LaidOut(NamedTuple):
+    """A pass as a plan. `made` are shapes, strides and dtypes; of an open pass, where the plan puts these sizes out.
+    `put` packs the stream, whether launches are watched, and the addresses of `names` from byte `first` on: of tensors
+    number `read` of a call, and of what is made.
+    """
+
+    plan: Plan
+    is_open: bool
+    made: list[tuple[Any, Any, torch.dtype]]
+    read: list[int]
+    names: list[str]
+    put: Callable[..., None]
+    first: int
+
+
 def bound_to(
     prepare: Callable[..., Pass], problem: AttentionProblem, tensors: Sequence[Tensor | None], q: Tensor, *wish: Any
 ) -> Pass:
-    """The cached pass of a problem for tensors with these strides, alignment and device. See the `*_pass` functions."""
+    """The pass of a problem for tensors with these strides, alignment and device. See the `*_pass` functions."""
+    given = problem, devices.of(q.device), q.get_device(), raw_views(tensors), *wish
     # A problem with numbers of a trace is no key.
-    prepare = getattr(prepare, "__wrapped__", prepare) if problem.is_traced else prepare
-    return prepare(problem, devices.of(q.device), q.get_device(), raw_views(tensors), *wish)
+    return prepare(*given) if problem.is_traced else kept(prepare, *given)
+
+
+@functools.lru_cache(maxsize=MAX_PASSES)
+def kept(prepare: Callable[..., Pass], *given: Any) -> Pass:
+    """What `prepare` makes. The one cache of passes for exact sizes, for calls that no plan of all sizes serves:
+    without it each of them would prepare its launches anew, which takes ten times as long as launching.
+    """
+    return prepare(*given)
 
 
 def described(
@@ -388,10 +359,9 @@ def described(
     None. The pass is cached.
     """
     assert tensors[0] is not None
-    return _described(describe, names, sizes, raw_views(tensors), tensors[0].device)
+    return kept(_described, describe, names, sizes, raw_views(tensors), tensors[0].device)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def _described(describe: Any, names: tuple[str, ...], sizes: Any, views: RawViews, device: torch.device) -> Pass:
     index = device.index if device.type == "cuda" else -1
     return Pass(describe(sizes, views), names, {}, devices.of(device), index)

@@ -95,17 +95,22 @@ class KernelCall:
         return {name: value for name, value in found.items() if value is not None}
 
 
+def addresses_in(arguments: Iterable[Any]) -> list[Address]:
+    """The addresses among arguments."""
+    found = []
+    for argument in arguments:
+        if argument.__class__ is Address:
+            found.append(argument)
+        elif argument.__class__ is Tile:
+            found.append(argument.address)
+        elif isinstance(argument, tuple):
+            found += addresses_in(argument)
+    return found
+
+
 def aligned_names(arguments: Iterable[Any]) -> set[str]:
     """The tensors whose addresses these arguments assume to be multiples of 16 bytes."""
-    names = set()
-    for argument in arguments:
-        if argument.__class__ is Address and argument.aligned:
-            names.add(argument.name)
-        elif argument.__class__ is Tile and argument.address.aligned:
-            names.add(argument.address.name)
-        elif isinstance(argument, tuple):
-            names |= aligned_names(argument)
-    return names
+    return {address.name for address in addresses_in(arguments) if address.aligned}
 
 
 def renamed(call: KernelCall, names: Mapping[str, str]) -> KernelCall:

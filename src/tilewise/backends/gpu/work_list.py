@@ -32,7 +32,7 @@ import triton.language as tl
 from tilewise.backends.gpu.launching import Allocation
 from tilewise.backends.gpu.symbols import Address, KernelCall
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import at_run_time
+from tilewise.symbolic import largest, smallest
 
 # The same as schedule.LIST_WORDS.
 ENTRY_WORDS = tl.constexpr(8)
@@ -281,7 +281,6 @@ def most_blocks(total: int, block: int, batch: int) -> int:
     return total // block + batch
 
 
-@at_run_time
 def heads_per_wave(heads: int, blocks: int, head_bytes: int) -> int:
     """Heads of a wave, in equal waves: as many as fit into L2, but enough for all SMs.
 
@@ -290,7 +289,7 @@ def heads_per_wave(heads: int, blocks: int, head_bytes: int) -> int:
     >>> [heads_per_wave(h, b, m << 20) for h, b, m in ((16, 32, 2), (16, 128, 8), (24, 512, 2))]
     [16, 4, 12]
     """
-    most = max(LIST_L2_BYTES // head_bytes, -(-BUSY_TILES // blocks))
+    most = largest(LIST_L2_BYTES // head_bytes, -(-BUSY_TILES // blocks))
     waves = -(-heads // most)
     return -(-heads // waves)
 
@@ -304,14 +303,13 @@ def rows_together(row_bytes: int, heads: int, *, banded: bool) -> int:
     return LIST_L2_BYTES // (row_bytes * heads) if banded else 0
 
 
-@at_run_time
 def listed_parts(longest: int, block: int) -> int:
     """Programs that list one sequence of the maximum length; at least one, which writes the number of entries.
 
     >>> listed_parts(4097, 128), listed_parts(0, 128)
     (2, 1)
     """
-    return max(1, -(-longest // (block * int(LISTED_BLOCKS))))
+    return largest(1, -(-longest // (block * int(LISTED_BLOCKS))))
 
 
 def list_size(blocks: int) -> int:
@@ -367,15 +365,13 @@ def list_call(
     return KernelCall(list_blocks_kernel, (_programs(problem.batch * parts * shares), 1, 1), arguments)
 
 
-@at_run_time
 def _shares(heads: int, programs: int) -> int:
     """Programs that list the heads of one sequence in parallel."""
-    return max(1, min(heads, LISTING_PROGRAMS // max(programs, 1)))
+    return largest(1, smallest(heads, LISTING_PROGRAMS // largest(programs, 1)))
 
 
-@at_run_time
 def _programs(listing: int) -> int:
-    return max(listing, CLEARING_PROGRAMS)
+    return largest(listing, CLEARING_PROGRAMS)
 
 
 def _widths(problem: AttentionProblem, forward: bool) -> tuple[int, int, int]:

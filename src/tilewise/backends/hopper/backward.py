@@ -115,15 +115,15 @@ def producer(
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         group = sizes.group_size
         if C.IS_LISTED:
-            block = gl.load(list_at(lists, q_span[0], kv_head * group, block))
+            block = gl.load(list_at(lists, q_span.sequence, kv_head * group, block))
         first = block * 128
         row_tile = row_tile_of(item * group, q_span, sizes, C)
-        lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
+        lo, hi = query_tiles(first, q_span.length, kv_span.length, sizes, C)
         first_queries = lo
         if C.IS_LISTED:
-            entries = list_at(lists, q_span[0], kv_head * group, block)
+            entries = list_at(lists, q_span.sequence, kv_head * group, block)
             lo = 0
-            _, hi = query_steps(entries, first, kv_span[2], C)
+            _, hi = query_steps(entries, first, kv_span.length, C)
             first_queries, _ = query_tile_at(entries, 0, C)
         if C.AHEAD:
             if C.IS_VARLEN:
@@ -145,8 +145,8 @@ def producer(
         for g in range(group):
             begin = gl.where(g == 0, lo + 1, lo)
             if C.IS_LISTED:
-                entries = list_at(lists, q_span[0], kv_head * group + g, block)
-                _, hi = query_steps(entries, first, kv_span[2], C)
+                entries = list_at(lists, q_span.sequence, kv_head * group + g, block)
+                _, hi = query_steps(entries, first, kv_span.length, C)
             for step in range(begin, hi):
                 m_block = step
                 if C.IS_LISTED:
@@ -182,7 +182,7 @@ def mask_transposed(p, m_block, first_key, seqlen_q, seqlen_k, sizes, C: gl.cons
         begin = gl.where(keys < seqlen_k, begin, C.BLOCK_M)
     p = gl.where(queries[None, :] >= begin[:, None], p, 0.0)
     if C.HAS_LEFT:
-        last = keys - (m_block * C.BLOCK_M + (seqlen_k - seqlen_q) - sizes.window_left)
+        last = keys - (m_block * C.BLOCK_M + (seqlen_k - seqlen_q) - sizes.window.left)
         p = gl.where(queries[None, :] <= last[:, None], p, 0.0)
     return p
 
@@ -333,10 +333,10 @@ def consumer(
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C, C.ENDING)
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         if C.IS_LISTED:
-            block = uniform(gl.load(list_at(lists, q_span[0], kv_head * sizes.group_size, block)))
+            block = uniform(gl.load(list_at(lists, q_span.sequence, kv_head * sizes.group_size, block)))
         first = block * 128
-        seqlen_q = q_span[2]
-        seqlen_k = kv_span[2]
+        seqlen_q = q_span.length
+        seqlen_k = kv_span.length
         lo, hi = query_tiles(first, seqlen_q, seqlen_k, sizes, C)
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         dk = gl.zeros([64, D], gl.float32, accumulator_layout(D))
@@ -352,7 +352,7 @@ def consumer(
                 for m_block in range(lo, seeing):
                     at = blind_step(row + m_block, at, dq_desc, units_ptr, pipe, C)
             if C.IS_LISTED:
-                entries = list_at(lists, q_span[0], kv_head * sizes.group_size + g, block)
+                entries = list_at(lists, q_span.sequence, kv_head * sizes.group_size + g, block)
                 begin, end = query_steps(entries, first, seqlen_k, C)
                 for step in range(begin):
                     m_block, kind = query_tile_at(entries, step, C)

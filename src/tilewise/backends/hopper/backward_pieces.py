@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from tilewise.backends.gpu.records import Span
 from tilewise.backends.gpu.releases import async_load
 from tilewise.backends.hopper.backward import backward_step, load_queries, make_pipeline
 from tilewise.backends.hopper.channels import start
@@ -69,7 +70,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, units_desc, line, si
         block, item = place_of(tile, sizes, False)
         batch_idx = item // sizes.num_heads
         head = item - batch_idx * sizes.num_heads
-        q_span = (batch_idx, 0, sizes.seqlen_q)
+        q_span = Span(batch_idx, 0, sizes.seqlen_q)
         row_tile = row_tile_of(item, q_span, sizes, C)
         at = load_queries(q_desc, dout_desc, stats_desc, units_desc, pipe, at, q_span, head, row_tile, lo, C)
         ready = pipe.key_ring.acquire(key_turn, KEY_BYTES)
@@ -147,8 +148,8 @@ def join_pieces_kernel(
     Programs: tiles x JOINED_ROWS of their rows x (dK, dV).
     """
     number = tl.program_id(0)
-    first = number * line[1] // line[3]
-    last = (number * line[1] + line[1] - 1) // line[3]
+    first = number * line.query_tiles // line.length
+    last = (number * line.query_tiles + line.query_tiles - 1) // line.length
     rows = tl.program_id(1) * JOINED_ROWS + tl.arange(0, JOINED_ROWS)
     cols = tl.arange(0, D)
     is_value = tl.program_id(2)
@@ -156,14 +157,14 @@ def join_pieces_kernel(
     for program in range(first, last + 1):
         part = ((program + number) * 2 + is_value).to(tl.int64)
         x += tl.load(parts_ptr + part * (KEYS * D) + rows[:, None] * D + cols[None, :])
-    tile = line[0] + number
+    tile = line.first_tile + number
     item = tile // num_blocks
     batch_idx = (item // num_heads).to(tl.int64)
     head = (item % num_heads).to(tl.int64)
     keys = (tile % num_blocks * KEYS + rows).to(tl.int64)
     if is_value == 0:
-        at = dk_ptr + (batch_idx * dk_strides[0] + head * dk_strides[1] + keys[:, None] * dk_strides[2]) * UNIT
+        at = dk_ptr + (batch_idx * dk_strides.batch + head * dk_strides.head + keys[:, None] * dk_strides.row) * UNIT
         tl.store(at + cols[None, :], (x * scale).to(dk_ptr.dtype.element_ty), mask=(cols < HEAD_DIM)[None, :])
     else:
-        at = dv_ptr + (batch_idx * dv_strides[0] + head * dv_strides[1] + keys[:, None] * dv_strides[2]) * UNIT
+        at = dv_ptr + (batch_idx * dv_strides.batch + head * dv_strides.head + keys[:, None] * dv_strides.row) * UNIT
         tl.store(at + cols[None, :], x.to(dv_ptr.dtype.element_ty), mask=(cols < HEAD_DIM_V)[None, :])

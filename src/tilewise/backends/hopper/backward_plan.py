@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise import tiles
+from tilewise.backends.gpu.arguments import window_of
 from tilewise.backends.gpu.launching import Allocation
 from tilewise.backends.gpu.symbols import Address
 from tilewise.backends.gpu.work_list import heads_per_wave, list_size, most_blocks, rows_together
@@ -19,7 +20,7 @@ from tilewise.backends.hopper.configs import BackwardConfig, backward_config, cu
 from tilewise.backends.hopper.schedule import Sizes
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import at_run_time
+from tilewise.symbolic import at_run_time, largest, smallest
 
 # A round: as many tiles as there are CTAs.
 # A wave of heads under a mask: what their tiles stream (Q, dO, dQ; in query_gradient K, V) fits into so much of L2.
@@ -255,14 +256,12 @@ def _front_items(
     return items if items <= num_items - last_items else num_items
 
 
-@at_run_time
 def _last_items(num_items: int, items_per_wave: int, ending: int) -> int:
-    return num_items - max(-(-num_items // items_per_wave) - ending, 0) * items_per_wave
+    return num_items - largest(-(-num_items // items_per_wave) - ending, 0) * items_per_wave
 
 
-@at_run_time
 def _items_per_wave(num_items: int, most: int, l2_bytes: int, streamed: int) -> int:
-    return max(1, min(num_items, most, l2_bytes // streamed))
+    return largest(1, smallest(num_items, most, l2_bytes // streamed))
 
 
 def whole_vectors(words: int) -> int:
@@ -285,7 +284,6 @@ def line_of(sizes: Sizes, programs: int) -> Line | None:
 
 
 def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) -> Sizes:
-    left, right = problem.band
     packed = config.IS_VARLEN
     heads = problem.num_kv_heads if of_keys else problem.num_heads
     longest, total, block = problem.seqlen_q, problem.total_q, QUERY_BLOCK
@@ -322,8 +320,7 @@ def _sizes(problem: AttentionProblem, config: BackwardConfig, *, of_keys: bool) 
         num_tiles=num_tiles,
         items_per_wave=wave,
         row_tiles=row_tiles,
-        window_left=(left or 0) if config.HAS_LEFT else 0,
-        window_right=(right or 0) if config.HAS_RIGHT else 0,
+        window=window_of(problem),
     )
 
 

@@ -117,7 +117,12 @@ def tile_of(item, row_tile, cu_seqlens, num_heads, seqlen_q, batch, BLOCK_M: tl.
 def load_rows(ptr, strides, batch_idx, head, rows, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of a head in fp32, zero outside."""
     cols = tl.arange(0, BLOCK_D)
-    at = ptr + (batch_idx * strides[0] + head * strides[1]) * UNIT + rows[:, None] * (strides[2] * UNIT) + cols[None, :]
+    at = (
+        ptr
+        + (batch_idx * strides.batch + head * strides.head) * UNIT
+        + rows[:, None] * (strides.row * UNIT)
+        + cols[None, :]
+    )
     if HEAD_DIM == BLOCK_D:
         return tl.load(at, mask=inside[:, None], other=0.0).to(tl.float32)
     else:
@@ -241,8 +246,8 @@ def bounds_between(bounds_ptr, first_slot, begin, end, num_slots):
 
 @triton.jit
 def tile_bounds(
-    bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window_left,
-    window_right, num_slots, BLOCK_M: tl.constexpr, PACKED: tl.constexpr, BOUND_KEYS: tl.constexpr,
+    bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window,
+    num_slots, BLOCK_M: tl.constexpr, PACKED: tl.constexpr, BOUND_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The bounds for a query tile: with BOUND_KEYS those of the key blocks that it is multiplied with, so that other
     keys cost it no bits.
@@ -252,14 +257,14 @@ def tile_bounds(
     first_key, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)
     if BOUND_KEYS:
         own = m_block * BLOCK_M + (length_k - length)
-        begin, end = tl.maximum(own - window_left, 0), tl.minimum(own + BLOCK_M + window_right, length_k)
+        begin, end = tl.maximum(own - window.left, 0), tl.minimum(own + BLOCK_M + window.right, length_k)
         blocks = (seqlen_k + BOUND_KEYS - 1) // BOUND_KEYS
         first_slot = first_key // BOUND_KEYS + sequence if PACKED else sequence * blocks
         first_slot += head // group_size * (NUM_BOUNDS * num_slots)
         stop = (end + BOUND_KEYS - 1) // BOUND_KEYS
         return bounds_between(bounds_ptr, first_slot, begin // BOUND_KEYS, stop, num_slots)
     else:
-        num_keys = (m_block + 1) * BLOCK_M + (length_k - length) + window_right
+        num_keys = (m_block + 1) * BLOCK_M + (length_k - length) + window.right
         return bounds_of(bounds_ptr, (sequence * num_heads + head) // group_size, num_keys)
 
 
@@ -320,8 +325,7 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
         "group_size",
         "seqlen_q",
         "seqlen_k",
-        "window_left",
-        "window_right",
+        "window",
         "bound_slots",
         "total_q",
         "batch",
@@ -335,8 +339,8 @@ def in_register_order(units, BLOCK_M: tl.constexpr):
 )
 def prepare_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, units_ptr, main_units_ptr, dq_acc_ptr, counts_ptr, bounds_ptr,
-    cu_seqlens, cu_seqlens_k, out_strides, dout_strides, num_heads, group_size, seqlen_q, seqlen_k, window_left,
-    window_right, bound_slots, total_q, batch, num_items, cleared_items, num_counts, bound_units,
+    cu_seqlens, cu_seqlens_k, out_strides, dout_strides, num_heads, group_size, seqlen_q, seqlen_k, window,
+    bound_slots, total_q, batch, num_items, cleared_items, num_counts, bound_units,
     bound_bits, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DQ_BLOCKS: tl.constexpr,
     PACKED: tl.constexpr, BOUND_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -368,8 +372,8 @@ def prepare_rows_kernel(
         # Before the rows are loaded: a loop after that needs many more registers.
         await_kernel_before()
         bounds = tile_bounds(
-            bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window_left,
-            window_right, bound_slots, BLOCK_M, PACKED, BOUND_KEYS)  # fmt: skip
+            bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window,
+            bound_slots, BLOCK_M, PACKED, BOUND_KEYS)  # fmt: skip
     out = load_rows(out_ptr, out_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
     dout = load_rows(dout_ptr, dout_strides, batch_idx, head, memory_rows, inside, HEAD_DIM, BLOCK_D)
     delta = tl.sum(out * dout, 1)
@@ -393,8 +397,8 @@ def prepare_rows_kernel(
         if not BOUND_KEYS:
             await_kernel_before()  # nothing so far depends on the bounds
             bounds = tile_bounds(
-                bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window_left,
-                window_right, bound_slots, BLOCK_M, PACKED, BOUND_KEYS)  # fmt: skip
+                bounds_ptr, cu_seqlens_k, sequence, head, num_heads, group_size, m_block, length, seqlen_k, window,
+                bound_slots, BLOCK_M, PACKED, BOUND_KEYS)  # fmt: skip
         units, usual = usual_units(dout, delta, lse, bounds, bound_units)
         if (tl.min((usual | ~inside).to(tl.int32), 0) == 0) | bounds[2]:
             # Read dO again instead of keeping it in registers.
@@ -410,30 +414,20 @@ def prepare_rows_kernel(
 
 
 @triton.jit
-def parts_of(m_block, length_q, length_k, window_left, window_right, BLOCK_M: tl.constexpr):
+def parts_of(m_block, length_q, length_k, window, BLOCK_M: tl.constexpr):
     """How many blocks of 128 keys add to a query tile: those whose schedule.query_tiles include it."""
     first_key = m_block * BLOCK_M + (length_k - length_q)
-    end = tl.cdiv(tl.minimum(tl.maximum(first_key + BLOCK_M + window_right, 0), length_k), 128)
-    return tl.maximum(end - tl.maximum(first_key - window_left, 0) // 128, 0)
+    end = tl.cdiv(tl.minimum(tl.maximum(first_key + BLOCK_M + window.right, 0), length_k), 128)
+    return tl.maximum(end - tl.maximum(first_key - window.left, 0) // 128, 0)
 
 
 @triton.jit(
-    do_not_specialize=[
-        "scale",
-        "dq_strides",
-        "num_heads",
-        "seqlen_q",
-        "batch",
-        "num_items",
-        "seqlen_k",
-        "window_left",
-        "window_right",
-    ],
+    do_not_specialize=["scale", "dq_strides", "num_heads", "seqlen_q", "batch", "num_items", "seqlen_k", "window"],
     do_not_specialize_on_alignment=["cu_seqlens", "cu_seqlens_k"],
 )
 def finish_queries_kernel(
     dq_acc_ptr, units_ptr, dq_ptr, cu_seqlens, cu_seqlens_k, scale, dq_strides, num_heads, seqlen_q, seqlen_k,
-    window_left, window_right, batch, num_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    window, batch, num_items, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """A query tile of dQ from its accumulator: scaled, rounded, in row order. Programs: row tiles x items, in the order
@@ -450,7 +444,7 @@ def finish_queries_kernel(
     x = tl.load(dq_acc_ptr + place * (BLOCK_M * BLOCK_D) + tl.arange(0, BLOCK_M * BLOCK_D))
     if units_ptr is not None:
         _, length_k = row_span(cu_seqlens_k, sequence, seqlen_k, PACKED)
-        parts = parts_of(m_block, length, length_k, window_left, window_right, BLOCK_M)
+        parts = parts_of(m_block, length, length_k, window, BLOCK_M)
         x -= tl.cast(parts * COUNT_BIAS, tl.int32)  # modulo 2^32
     x = x * scale
     x = tl.reshape(x, [BLOCK_M * BLOCK_D // 4096, 8, 4, 8, 4, 2, 2])
@@ -462,9 +456,9 @@ def finish_queries_kernel(
         x = x / tl.load(units_ptr + place * BLOCK_M + row_in_tile)[:, None]
     rows = m_block * BLOCK_M + row_in_tile
     cols = tl.arange(0, BLOCK_D)
-    base = dq_ptr + (batch_idx * dq_strides[0] + head * dq_strides[1]) * UNIT
+    base = dq_ptr + (batch_idx * dq_strides.batch + head * dq_strides.head) * UNIT
     memory_rows = (first + rows).to(tl.int64)
-    target = base + memory_rows[:, None] * (dq_strides[2] * UNIT) + cols[None, :]
+    target = base + memory_rows[:, None] * (dq_strides.row * UNIT) + cols[None, :]
     keep = (rows < length)[:, None]
     if HEAD_DIM != BLOCK_D:
         keep = keep & (cols < HEAD_DIM)[None, :]

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Parts
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.backward import mask_transposed
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
@@ -107,7 +108,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, stats_desc, counter_ptr, work_pt
         group = sizes.group_size
         first = block * C.BLOCK_N
         row_tile = row_tile_of(item * group, q_span, sizes, C)
-        lo, hi = query_tiles(first, q_span[2], kv_span[2], sizes, C)
+        lo, hi = query_tiles(first, q_span.length, kv_span.length, sizes, C)
         if lo < hi:  # the first query tile before K and V, because its ring slots become free before theirs
             q_at, dout_at = load_queries(
                 q_desc, dout_desc, stats_desc, pipe, q_at, dout_at, q_span, kv_head * group, row_tile, lo, C
@@ -141,12 +142,12 @@ def issue_transposed(a_smem, b_smem, b_slot, D: gl.constexpr, D_REST: gl.constex
     """Start A B^T of the CTA's 64 keys and a query tile: S^T = K Q^T or dP^T = V dO^T."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
     zeros = gl.zeros([64, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
-    a = a_smem[0].index(0).reshape([64, D])
-    b = b_smem[0].index(b_slot).reshape([BLOCK_M, D])
+    a = a_smem.first.index(0).reshape([64, D])
+    b = b_smem.first.index(b_slot).reshape([BLOCK_M, D])
     product = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if D_REST:
-        a = a_smem[1].index(0).reshape([64, D_REST])
-        b = b_smem[1].index(b_slot).reshape([BLOCK_M, D_REST])
+        a = a_smem.rest.index(0).reshape([64, D_REST])
+        b = b_smem.rest.index(b_slot).reshape([BLOCK_M, D_REST])
         product = warpgroup_mma(a, b.permute([1, 0]), product, is_async=True)
     return product
 
@@ -158,10 +159,10 @@ def issue_sum(weights, smem, slot, acc, acc_rest, D: gl.constexpr, D_REST: gl.co
     """
     BLOCK_M: gl.constexpr = C.BLOCK_M
     operand = gl.convert_layout(weights, left_operand_layout(accumulator_layout(D)))
-    acc = warpgroup_mma(operand, smem[0].index(slot).reshape([BLOCK_M, D]), acc, is_async=True)
+    acc = warpgroup_mma(operand, smem.first.index(slot).reshape([BLOCK_M, D]), acc, is_async=True)
     if D_REST:
         rest = gl.convert_layout(weights, left_operand_layout(accumulator_layout(D_REST)))
-        acc_rest = warpgroup_mma(rest, smem[1].index(slot).reshape([BLOCK_M, D_REST]), acc_rest, is_async=True)
+        acc_rest = warpgroup_mma(rest, smem.rest.index(slot).reshape([BLOCK_M, D_REST]), acc_rest, is_async=True)
     return acc, acc_rest, operand
 
 
@@ -203,7 +204,7 @@ def values_step(
 ):  # fmt: skip
     """P^T and dV += P^T dO."""
     QUERIES: gl.constexpr = gl.SliceLayout(0, accumulator_layout(C.BLOCK_M))
-    DTYPE: gl.constexpr = pipe.k_smem[0].dtype
+    DTYPE: gl.constexpr = pipe.k_smem.first.dtype
     pipe.q_ring.wait(q_at)
     s = warpgroup_mma_wait(0, deps=[issue_transposed(pipe.k_smem, pipe.q_smem, q_at.slot, C.D, C.D_REST, C)])
     lse = pipe.stats_smem.index(q_at.slot).slice(0, C.BLOCK_M).load(QUERIES)
@@ -225,7 +226,7 @@ def values_step(
 def keys_step(dk, dk_rest, q_at, dout_at, pipe, C: gl.constexpr):
     """dS^T and dK += dS^T Q."""
     QUERIES: gl.constexpr = gl.SliceLayout(0, accumulator_layout(C.BLOCK_M))
-    DTYPE: gl.constexpr = pipe.k_smem[0].dtype
+    DTYPE: gl.constexpr = pipe.k_smem.first.dtype
     pipe.dout_ring.wait(dout_at)
     dp = warpgroup_mma_wait(0, deps=[issue_transposed(pipe.v_smem, pipe.dout_smem, dout_at.slot, C.DV, C.DV_REST, C)])
     pipe.dout_ring.release(dout_at)
@@ -257,14 +258,14 @@ def store_sum(
     acc, acc_rest, factor, desc, smem, span, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr
 ):
     """Write dK or dV of 64 keys, through the buffer that held K or V."""
-    DTYPE: gl.constexpr = desc[0].dtype
-    smem[0].index(0).reshape([64, D]).store((acc * factor).to(DTYPE))
+    DTYPE: gl.constexpr = desc.first.dtype
+    smem.first.index(0).reshape([64, D]).store((acc * factor).to(DTYPE))
     if D_REST:
-        smem[1].index(0).reshape([64, D_REST]).store((acc_rest * factor).to(DTYPE))
+        smem.rest.index(0).reshape([64, D_REST]).store((acc_rest * factor).to(DTYPE))
     fence_async_shared()  # orders the stores above before TMA's reads below
-    async_store(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), smem[0].index(0))
+    async_store(desc.first, tile_at(span, head, row, 0, C.IS_VARLEN), smem.first.index(0))
     if D_REST:
-        async_store(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), smem[1].index(0))
+        async_store(desc.rest, tile_at(span, head, row, D, C.IS_VARLEN), smem.rest.index(0))
     tma.store_wait(0)
 
 
@@ -282,8 +283,8 @@ def consumer(dk_desc, dv_desc, scale_log2, cap_scale, scale, sizes, pipe, ROLE: 
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, False, 4, C)
         kv_head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
         first = block * C.BLOCK_N
-        seqlen_q = q_span[2]
-        seqlen_k = kv_span[2]
+        seqlen_q = q_span.length
+        seqlen_k = kv_span.length
         lo, hi = query_tiles(first, seqlen_q, seqlen_k, sizes, C)
         begin, end = whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C)
         acc, acc_rest = make_sum(WIDTH, WIDTH_REST)
@@ -349,8 +350,9 @@ def backward_wide_kernel(
     stats_desc, counter_ptr, work_ptr, scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Write dK and dV; items are (batch, kv head) pairs, blocks 64 keys."""
-    queries, douts, keys, values = (q_desc, q_rest), (dout_desc, dout_rest), (k_desc, k_rest), (v_desc, v_rest)
-    key_sums, value_sums = (dk_desc, dk_rest), (dv_desc, dv_rest)
+    queries, douts = Parts(q_desc, q_rest), Parts(dout_desc, dout_rest)
+    keys, values = Parts(k_desc, k_rest), Parts(v_desc, v_rest)
+    key_sums, value_sums = Parts(dk_desc, dk_rest), Parts(dv_desc, dv_rest)
     pipe = make_pipeline(queries, douts, keys, values, stats_desc, C)
     gl.warp_specialize([
         (consumer, (key_sums, value_sums, scale_log2, cap_scale, scale, sizes, pipe, 0, C)),

@@ -33,17 +33,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Span
 from tilewise.backends.gpu.releases import aggregate, async_load, barrier
 from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.decode_schedule import (
     advance,
     ask,
     asks_first,
+    extent_of,
     guess,
     key_tiles_of,
     locate,
     program_of,
-    spans_of,
 )
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import (
@@ -102,7 +103,7 @@ def guess_pages(paging, program, sizes, C: gl.constexpr):
     width = (sizes.seqlen_k + C.PAGE_SIZE - 1) // C.PAGE_SIZE
     first = max(min(row // C.PAGE_SIZE - PAGES_AHEAD // 2, width - PAGES_AHEAD), 0)
     columns = columns_from(first)
-    table = paging[0] + batch_idx.to(gl.int64) * paging[1]
+    table = paging.table + batch_idx.to(gl.int64) * paging.stride
     return batch_idx, first, gl.load(table + columns, mask=columns < width, other=0)
 
 
@@ -113,7 +114,7 @@ def first_pages(paging, guessed, batch_idx, row, length, C: gl.constexpr):
     if C.IS_PAGED:
         CHUNK: gl.constexpr = C.CHUNK
         sequence, begin, ids = guessed
-        table = paging[0] + batch_idx.to(gl.int64) * paging[1]
+        table = paging.table + batch_idx.to(gl.int64) * paging.stride
         for c in gl.static_range(C.BLOCK_N // C.CHUNK):
             first = row + c * CHUNK
             column = first // C.PAGE_SIZE
@@ -131,7 +132,7 @@ def look_up(paging, batch_idx, row, length, C: gl.constexpr):
     pages = ()
     if C.IS_PAGED:
         CHUNK: gl.constexpr = C.CHUNK
-        table = paging[0] + batch_idx.to(gl.int64) * paging[1]
+        table = paging.table + batch_idx.to(gl.int64) * paging.stride
         for c in gl.static_range(C.BLOCK_N // C.CHUNK):
             first = row + c * CHUNK
             page = gl.load(table + first // C.PAGE_SIZE, mask=first < length, other=0)
@@ -152,10 +153,10 @@ def fetch_pages(
     for c in gl.static_range(C.BLOCK_N // C.CHUNK):
         first = row + c * CHUNK
         page_row = first % PAGE_SIZE
-        inside = max(min(span[2] - (first - page_row), PAGE_SIZE), 0)
+        inside = max(min(span.length - (first - page_row), PAGE_SIZE), 0)
         for panel in gl.static_range(D // PANEL):
             box = smem.index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * PANEL, PANEL, dim=4)
-            place = tile_at((0, pages[c] * page_rows, inside), head, page_row, FIRST + panel * PANEL, True)
+            place = tile_at(Span(0, pages[c] * page_rows, inside), head, page_row, FIRST + panel * PANEL, True)
             async_load(desc, place, ready, box)
 
 
@@ -196,14 +197,14 @@ def clear_tail(out, lse, cu_seqlens_q, sizes, C: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
     DV: gl.constexpr = C.DV
     cols = gl.arange(0, DV, LAYOUT)
-    zeros = gl.zeros([DV], out[0].dtype.element_ty, LAYOUT)
+    zeros = gl.zeros([DV], out.ptr.dtype.element_ty, LAYOUT)
     first = gl.load(cu_seqlens_q + sizes.batch) + gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
     for i in range(first, sizes.total_q, gl.num_programs(0) * gl.num_programs(1)):
         row = gl.to_tensor(i)
         for j in range(sizes.num_kv_heads * C.GROUP_SIZE):
             head = gl.to_tensor(j)
-            gl.store(out[0] + place_rows(out, 0, row, 0, head, C) + cols, zeros)
-            gl.store(lse[0] + place_rows(lse, 0, row, 0, head, C), NEG_INF)
+            gl.store(out.ptr + place_rows(out, 0, row, 0, head, C) + cols, zeros)
+            gl.store(lse.ptr + place_rows(lse, 0, row, 0, head, C), NEG_INF)
 
 
 @gluon.jit
@@ -218,11 +219,11 @@ def producer(k_desc, k_rest, v_desc, out, lse, lengths, paging, sizes, pipe, LAN
     guessed = ()
     if C.IS_PAGED:
         guessed = guess_pages(paging, program, sizes, C)
-    _, flat, end, batch_idx, head, tile, span = locate(lengths, asked, program, sizes, 1, C)
+    _, flat, end, batch_idx, head, tile, extent = locate(lengths, asked, program, sizes, 1, C)
     while flat < end:
-        _, seqlen_q, k_start, seqlen_k = span
+        _, seqlen_q, k_start, seqlen_k = extent
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
-        keys = (batch_idx, k_start, seqlen_k)
+        keys = Span(batch_idx, k_start, seqlen_k)
         steps = min(count - tile, end - flat)
         row = (first + tile) * BLOCK_N
         pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
@@ -232,22 +233,22 @@ def producer(k_desc, k_rest, v_desc, out, lse, lengths, paging, sizes, pipe, LAN
             if C.IS_FP8:
                 following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
             if C.D_REST:
-                fetch_latents(k_desc, k_rest, at, keys, head, row, pages, paging[2], pipe, C)
+                fetch_latents(k_desc, k_rest, at, keys, head, row, pages, paging.k_rows, pipe, C)
             else:
-                fetch(k_desc, pipe.k_smem, at, pipe.k_ring, keys, head, row, pages, paging[2], C.D, C)
+                fetch(k_desc, pipe.k_smem, at, pipe.k_ring, keys, head, row, pages, paging.k_rows, C.D, C)
             if not C.IS_FP8:
                 following = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
             if not C.D_REST:
-                fetch(v_desc, pipe.v_smem, at, pipe.v_ring, keys, head, row, pages, paging[3], C.DV, C)
+                fetch(v_desc, pipe.v_smem, at, pipe.v_ring, keys, head, row, pages, paging.v_rows, C.DV, C)
             at = at.next()
             row += BLOCK_N
             pages = following
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
-        span = spans_of(lengths, batch_idx, sizes, flat < end, C)
+        extent = extent_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
     if C.D_REST and C.PACKED_Q and LANE == 0:
-        clear_tail(out, lse, lengths[0], sizes, C)
+        clear_tail(out, lse, lengths.cu_seqlens_q, sizes, C)
 
 
 # ---- consumer
@@ -262,7 +263,7 @@ def load_query_rest(q, batch_idx, q_start, seqlen_q, head, C: gl.constexpr):
     token = rows // C.GROUP_SIZE
     offsets = place_rows(q, batch_idx, q_start, token, head * C.GROUP_SIZE + rows % C.GROUP_SIZE, C)
     ok = (token < seqlen_q)[:, None] & (cols < C.HEAD_DIM)[None, :]
-    return gl.load(q[0] + offsets[:, None] + cols[None, :], mask=ok, other=0.0)
+    return gl.load(q.ptr + offsets[:, None] + cols[None, :], mask=ok, other=0.0)
 
 
 @gluon.jit
@@ -279,7 +280,7 @@ def load_queries(q, batch_idx, q_start, seqlen_q, head, pipe, C: gl.constexpr):
     token = rows // C.GROUP_SIZE
     offsets = place_rows(q, batch_idx, q_start, token, head * C.GROUP_SIZE + rows % C.GROUP_SIZE, C)
     ok = (token < seqlen_q)[:, None] & (cols < C.HEAD_DIM)[None, :]
-    values = gl.load(q[0] + offsets[:, None] + cols[None, :], mask=ok, other=0.0)
+    values = gl.load(q.ptr + offsets[:, None] + cols[None, :], mask=ok, other=0.0)
     units = 1.0
     if C.IS_FP8:
         values = values.to(gl.float32)
@@ -309,9 +310,9 @@ def mask_keys(scores, row, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
     if C.HAS_RIGHT or C.HAS_LEFT:
         token = gl.arange(0, C.ROWS, gl.SliceLayout(0, LAYOUT)) // C.GROUP_SIZE + (seqlen_k - seqlen_q)
         if C.HAS_RIGHT:
-            seen = seen & (keys[:, None] <= (token + sizes.window_right)[None, :])
+            seen = seen & (keys[:, None] <= (token + sizes.window.right)[None, :])
         if C.HAS_LEFT:
-            seen = seen & (keys[:, None] >= (token - sizes.window_left)[None, :])
+            seen = seen & (keys[:, None] >= (token - sizes.window.left)[None, :])
     return gl.where(seen, scores, NEG_INF)
 
 
@@ -320,7 +321,7 @@ def pages_of(paging, batch_idx, row, seqlen_k, C: gl.constexpr):
     """The pages of a tile's keys, for their scales."""
     if C.IS_FP8:
         keys = row + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, accumulator_layout(C.ROWS)))
-        table = paging[0] + batch_idx.to(gl.int64) * paging[1]
+        table = paging.table + batch_idx.to(gl.int64) * paging.stride
         return (gl.load(table + keys // C.PAGE_SIZE, mask=keys < seqlen_k, other=0),)
     else:
         return ()
@@ -328,13 +329,11 @@ def pages_of(paging, batch_idx, row, seqlen_k, C: gl.constexpr):
 
 @gluon.jit
 def scales_of(scales, pages, head, row, seqlen_k, C: gl.constexpr):
-    """(scale of K, scale of V) for every key of a tile, whose first is `row`. In `scales` each is (pointer, stride of a
-    page, of a head, of a token).
-    """
+    """(scale of K, scale of V) for every key of a tile, whose first is `row`."""
     if C.IS_FP8:
         keys = row + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, accumulator_layout(C.ROWS)))
-        k_scale = scale_of(scales[0], pages[0], head, keys, seqlen_k, C)
-        v_scale = scale_of(scales[1], pages[0], head, keys, seqlen_k, C)
+        k_scale = scale_of(scales.k, pages[0], head, keys, seqlen_k, C)
+        v_scale = scale_of(scales.v, pages[0], head, keys, seqlen_k, C)
         return k_scale, v_scale
     else:
         return ()
@@ -343,9 +342,9 @@ def scales_of(scales, pages, head, row, seqlen_k, C: gl.constexpr):
 @gluon.jit
 def scale_of(scale, pages, head, keys, seqlen_k, C: gl.constexpr):
     """One of both. Past the end there may be any scale."""
-    at = scale[0] + pages.to(gl.int64) * scale[1] + head * scale[2]
+    at = scale.ptr + pages.to(gl.int64) * scale.stride_batch + head * scale.stride_head
     if C.IS_INT8:
-        at += keys % C.PAGE_SIZE * scale[3]
+        at += keys % C.PAGE_SIZE * scale.stride_row
     return gl.load(at, mask=keys < seqlen_k, other=1.0)
 
 
@@ -536,9 +535,9 @@ def consumer(
     asked = ()
     if asks_first(C):
         asked = ask(lengths, sizes, 4, C)
-    total, flat, end, batch_idx, head, tile, span = locate(lengths, asked, program, sizes, 4, C)
+    total, flat, end, batch_idx, head, tile, extent = locate(lengths, asked, program, sizes, 4, C)
     while flat < end:
-        q_start, seqlen_q, _, seqlen_k = span
+        q_start, seqlen_q, _, seqlen_k = extent
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
         steps = min(count - tile, end - flat)
         row = (first + tile) * BLOCK_N
@@ -587,7 +586,7 @@ def consumer(
                     head, C)  # fmt: skip
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
-        span = spans_of(lengths, batch_idx, sizes, flat < end, C)
+        extent = extent_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
 
 
@@ -627,24 +626,15 @@ def make_pipeline(k_desc, k_rest, v_desc, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["q", "out", "lse", "table_stride", "k_page_rows", "v_page_rows", "k_scale", "v_scale",
-                       "scale_log2", "cap_scale", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k", "counters_ptr", "block_table"],
+    do_not_specialize=["q", "out", "lse", "paging", "scales", "scale_log2", "cap_scale", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "lengths", "counters_ptr"],
 )  # fmt: skip
 def decode_kernel(
-    q, k_desc, k_rest, v_desc, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, cu_seqlens_q, cu_seqlens_k,
-    block_table, table_stride, k_page_rows, v_page_rows, k_scale, v_scale, scale_log2, cap_scale, sizes,
+    q, k_desc, k_rest, v_desc, out, lse, sinks_ptr, parts_ptr, stats_ptr, counters_ptr, lengths, paging,
+    scales, scale_log2, cap_scale, sizes,
     C: gl.constexpr,
 ):  # fmt: skip
-    """Out and lse. q, out and lse are (pointer, stride of a sequence, of a head, of a token).
-
-    Paged keys: cu_seqlens_k holds the lengths of the sequences, block_table their pages; a page begins every
-    k_page_rows (v_page_rows) rows of K (V). Scales of 8-bit pages are (pointer, stride of a page, of a head, of a
-    token). What a problem does not have is None.
-    """
-    lengths = (cu_seqlens_q, cu_seqlens_k)
-    paging = (block_table, table_stride, k_page_rows, v_page_rows)
-    scales = (k_scale, v_scale)
+    """Out and lse. What a problem does not have is None."""
     pipe = make_pipeline(k_desc, k_rest, v_desc, C)
     if C.D_REST:
         await_kernel_before()
@@ -745,12 +735,12 @@ def power_of_two(x):
 
 @gluon.jit
 def place_rows(rows, batch_idx, q_start, token, head, C: gl.constexpr):
-    """Offsets of the rows of (token, head) in a tensor given as (pointer, stride of a sequence, head, token)."""
-    at = head.to(gl.int64) * rows[2] + token * rows[3]
+    """Offsets of the rows of (token, head) in a tensor."""
+    at = head.to(gl.int64) * rows.stride_head + token * rows.stride_row
     if C.PACKED_ROWS:
-        return at + q_start.to(gl.int64) * rows[3]
+        return at + q_start.to(gl.int64) * rows.stride_row
     else:
-        return at + batch_idx.to(gl.int64) * rows[1]
+        return at + batch_idx.to(gl.int64) * rows.stride_batch
 
 
 @gluon.jit
@@ -781,9 +771,9 @@ def store_item(acc, top, total, out, lse, sinks_ptr, batch_idx, q_start, seqlen_
     ok = token < seqlen_q
     factor, lse_rows = finish(top, total, heads, sinks_ptr, C)
     offsets = place_rows(out, batch_idx, q_start, token, heads, C)
-    values = (acc * factor[None, :]).to(out[0].dtype.element_ty)
-    gl.store(out[0] + offsets[None, :] + cols[:, None], values, mask=ok[None, :] & (cols < C.HEAD_DIM_V)[:, None])
-    gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)
+    values = (acc * factor[None, :]).to(out.ptr.dtype.element_ty)
+    gl.store(out.ptr + offsets[None, :] + cols[:, None], values, mask=ok[None, :] & (cols < C.HEAD_DIM_V)[:, None])
+    gl.store(lse.ptr + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)
 
 
 @gluon.jit
@@ -864,6 +854,6 @@ def merge_parts(
     heads = head * C.GROUP_SIZE + rows % C.GROUP_SIZE
     factor, lse_rows = finish(top, total, heads, sinks_ptr, C)
     offsets = place_rows(out, batch_idx, q_start, token, heads, C)
-    values = (acc * factor[:, None]).to(out[0].dtype.element_ty)
-    gl.store(out[0] + offsets[:, None] + cols[None, :], values, mask=ok[:, None] & (cols < C.HEAD_DIM_V)[None, :])
-    gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)
+    values = (acc * factor[:, None]).to(out.ptr.dtype.element_ty)
+    gl.store(out.ptr + offsets[:, None] + cols[None, :], values, mask=ok[:, None] & (cols < C.HEAD_DIM_V)[None, :])
+    gl.store(lse.ptr + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)

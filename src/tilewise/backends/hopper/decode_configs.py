@@ -12,7 +12,7 @@ from tilewise.backends.hopper import LATENT_REST, reads_latents
 from tilewise.backends.hopper.configs import has_left, has_right
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import at_run_time, fixed
+from tilewise.symbolic import at_run_time, fixed, largest, smallest
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,8 @@ def latent_grid(problem: AttentionProblem, config: LatentConfig | DecodeConfig, 
     return _evenly(-(-latent_shares(tiles, rows, limit) // config.LANES), items, config.LANES), blocks
 
 
-@at_run_time
 def _at_least_one(a: int, b: int) -> int:
-    return max(1, min(a, b))
+    return largest(1, smallest(a, b))
 
 
 @at_run_time
@@ -277,9 +276,8 @@ def num_programs(problem: AttentionProblem, config: DecodeConfig, device: Device
     return _evenly(_most_programs(tiles, items, device.num_sms, config.LANES), items, config.LANES)
 
 
-@at_run_time
 def _most_programs(tiles: int, items: int, num_sms: int, lanes: int) -> int:
-    return max(1, min(num_sms, min(tiles, items * MAX_PARTS) // lanes))
+    return largest(1, smallest(num_sms, smallest(tiles, items * MAX_PARTS) // lanes))
 
 
 @at_run_time

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gpu.records import Extent, Window
+
 # Sequences whose lengths are summed at a time, across the lanes of a warp. Up to C.FEW sequences are handled one by one
 # in every lane instead.
 SCAN = gl.constexpr(128)
@@ -29,8 +31,7 @@ class DecodeSizes(NamedTuple):
     seqlen_q: int
     seqlen_k: int
     total_q: int
-    window_left: int
-    window_right: int
+    window: Window
 
 
 @gluon.jit
@@ -44,14 +45,14 @@ def _length(cu_seqlens, at, length, ok, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def spans_of(lengths, at, sizes, ok, C: gl.constexpr):
-    """(first query row, queries, first key row, keys) of sequences."""
-    q_start, seqlen_q = _length(lengths[0], at, sizes.seqlen_q, ok, C.PACKED_Q)
+def extent_of(lengths, at, sizes, ok, C: gl.constexpr):
+    """The Extents of sequences."""
+    q_start, seqlen_q = _length(lengths.cu_seqlens_q, at, sizes.seqlen_q, ok, C.PACKED_Q)
     if C.IS_PAGED:
-        return q_start, seqlen_q, q_start * 0, gl.load(lengths[1] + at, mask=ok, other=0)
+        return Extent(q_start, seqlen_q, q_start * 0, gl.load(lengths.seqlens_k + at, mask=ok, other=0))
     else:
-        k_start, seqlen_k = _length(lengths[1], at, sizes.seqlen_k, ok, C.IS_VARLEN)
-        return q_start, seqlen_q, k_start, seqlen_k
+        k_start, seqlen_k = _length(lengths.cu_seqlens_k, at, sizes.seqlen_k, ok, C.IS_VARLEN)
+        return Extent(q_start, seqlen_q, k_start, seqlen_k)
 
 
 @gluon.jit
@@ -62,7 +63,7 @@ def key_tiles_of(seqlen_q, seqlen_k, sizes, C: gl.constexpr):
     stop = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     first = stop * 0
     if C.HAS_LEFT:
-        first = gl.maximum(seqlen_k - seqlen_q - sizes.window_left, 0) // C.BLOCK_N
+        first = gl.maximum(seqlen_k - seqlen_q - sizes.window.left, 0) // C.BLOCK_N
     return first, gl.where(seqlen_q > 0, gl.maximum(stop - first, 1), 0)
 
 
@@ -79,19 +80,19 @@ def asks_first(C):
 
 @gluon.jit
 def ask_lengths(lengths, first, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """(queries, keys) of SCAN sequences from `first` on. Every warp holds all of them and sums them by itself; with
-    e4m3 keys that would cause spills, so the warps share them.
+    """The Extents of SCAN sequences from `first` on. Every warp holds all of them and sums them by itself; with e4m3
+    keys that would cause spills, so the warps share them.
     """
     EACH: gl.constexpr = SCAN // (32 * NUM_WARPS) if C.IS_FP8 else SCAN // 32
     at = first + gl.arange(0, SCAN, gl.BlockedLayout([EACH], [32], [NUM_WARPS], [0]))
-    _, seqlen_q, _, seqlen_k = spans_of(lengths, at, sizes, at < sizes.batch, C)
-    return gl.where(at < sizes.batch, seqlen_q, 0), seqlen_k
+    found = extent_of(lengths, at, sizes, at < sizes.batch, C)
+    return Extent(found.q_start, gl.where(at < sizes.batch, found.seqlen_q, 0), found.k_start, found.seqlen_k)
 
 
 @gluon.jit
 def ask(lengths, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """Load early what the search for a share's sequence starts with: (queries, keys) of the first SCAN sequences, or
-    (queries, keys, first query row, first key row) of each of C.FEW.
+    """Load early what the search for a share's sequence starts with: the Extents of the first SCAN sequences, or of
+    each of C.FEW.
     """
     if C.FEW == 0:
         return ask_lengths(lengths, 0, sizes, NUM_WARPS, C)
@@ -99,30 +100,30 @@ def ask(lengths, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
         FEW: gl.constexpr = C.FEW
         few = ()
         for i in gl.static_range(FEW):
-            q_start, seqlen_q, k_start, seqlen_k = spans_of(lengths, gl.to_tensor(i), sizes, i < sizes.batch, C)
-            span = (gl.where(i < sizes.batch, seqlen_q, 0), seqlen_k, q_start, k_start)
-            few = few + (span,)  # noqa: RUF005  (Triton knows no unpacking)
+            found = extent_of(lengths, gl.to_tensor(i), sizes, i < sizes.batch, C)
+            seqlen_q = gl.where(i < sizes.batch, found.seqlen_q, 0)
+            few = few + (Extent(found.q_start, seqlen_q, found.k_start, found.seqlen_k),)  # noqa: RUF005  (Triton knows no unpacking)
         return few
 
 
 @gluon.jit
-def _span_among_few(few, batch_idx, C: gl.constexpr):
-    """Like `spans_of`, for one of C.FEW sequences whose spans are in registers: no load that depends on a load."""
+def _extent_among_few(few, batch_idx, C: gl.constexpr):
+    """Like `extent_of`, for one of C.FEW sequences whose spans are in registers: no load that depends on a load."""
     FEW: gl.constexpr = C.FEW
-    seqlen_q, seqlen_k, q_start, k_start = few[0]
+    q_start, seqlen_q, k_start, seqlen_k = few[0]
     for i in gl.static_range(1, FEW):
         here = batch_idx == i
-        seqlen_q = gl.where(here, few[i][0], seqlen_q)
-        seqlen_k = gl.where(here, few[i][1], seqlen_k)
-        q_start = gl.where(here, few[i][2], q_start)
-        k_start = gl.where(here, few[i][3], k_start)
-    return q_start, seqlen_q, k_start, seqlen_k
+        seqlen_q = gl.where(here, few[i].seqlen_q, seqlen_q)
+        seqlen_k = gl.where(here, few[i].seqlen_k, seqlen_k)
+        q_start = gl.where(here, few[i].q_start, q_start)
+        k_start = gl.where(here, few[i].k_start, k_start)
+    return Extent(q_start, seqlen_q, k_start, seqlen_k)
 
 
 @gluon.jit
 def _counts(asked, sizes, C: gl.constexpr):
     """Key tiles of sequences, over all heads."""
-    _, count = key_tiles_of(asked[0], asked[1], sizes, C)
+    _, count = key_tiles_of(asked.seqlen_q, asked.seqlen_k, sizes, C)
     return count * sizes.num_kv_heads
 
 
@@ -212,9 +213,9 @@ def _find_sequence(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: g
 
 @gluon.jit
 def locate(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """(total, first tile, last + 1, sequence, head, tile within that item, its span) of this program's share.
+    """(total, first tile, last + 1, sequence, head, tile within that item, its Extent) of this program's share.
 
-    `asked` is the result of `ask` if `asks_first`; a span is a result of `spans_of`.
+    `asked` is the result of `ask` if `asks_first`.
     """
     if C.IS_UNIFORM:
         _, count = key_tiles_of(sizes.seqlen_q, gl.to_tensor(sizes.seqlen_k), sizes, C)
@@ -224,14 +225,14 @@ def locate(lengths, asked, program, sizes, NUM_WARPS: gl.constexpr, C: gl.conste
         batch_idx = item // sizes.num_kv_heads
         head = item - batch_idx * sizes.num_kv_heads
         tile = begin - item * count
-        span = spans_of(lengths, batch_idx, sizes, True, C)
+        extent = extent_of(lengths, batch_idx, sizes, True, C)
     else:
         total, begin, batch_idx, before = _find_sequence(lengths, asked, program, sizes, NUM_WARPS, C)
-        span = _span_among_few(asked, batch_idx, C) if C.FEW else spans_of(lengths, batch_idx, sizes, True, C)
-        _, count = key_tiles_of(span[1], span[3], sizes, C)
+        extent = _extent_among_few(asked, batch_idx, C) if C.FEW else extent_of(lengths, batch_idx, sizes, True, C)
+        _, count = key_tiles_of(extent.seqlen_q, extent.seqlen_k, sizes, C)
         head = (begin - before) // max(count, 1)
         tile = begin - before - head * count
-    return total, begin, share_of(total, program + 1, C), batch_idx, head, tile, span
+    return total, begin, share_of(total, program + 1, C), batch_idx, head, tile, extent
 
 
 @gluon.jit
@@ -253,7 +254,6 @@ def advance(lengths, batch_idx, head, more, sizes, C: gl.constexpr):
         if C.PACKED_Q:
             searching = more
             while searching:
-                _, seqlen_q, _, _ = spans_of(lengths, batch_idx, sizes, True, C)
-                searching = seqlen_q == 0
+                searching = extent_of(lengths, batch_idx, sizes, True, C).seqlen_q == 0
                 batch_idx += gl.where(searching, 1, 0)
     return batch_idx, head

@@ -28,6 +28,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Parts, Span
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
@@ -89,23 +90,23 @@ def load_pages(
         first = row + c * CHUNK
         number = first // PAGE_SIZE
         page = gl.load(pages + number, mask=first < length, other=0)
-        span = (0, page * page_rows, max(min(length - number * PAGE_SIZE, PAGE_SIZE), 0))
+        span = Span(0, page * page_rows, max(min(length - number * PAGE_SIZE, PAGE_SIZE), 0))
         for panel in gl.static_range(D // 64):
-            box = smem[0].index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
+            box = smem.first.index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
             place = tile_at(span, head, first - number * PAGE_SIZE, panel * 64, True)
-            async_load(desc[0], place, ready, box)
+            async_load(desc.first, place, ready, box)
         for panel in gl.static_range(D_REST // 64):
-            box = smem[1].index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
+            box = smem.rest.index(slot).slice(c * CHUNK, CHUNK, dim=3).slice(panel * 64, 64, dim=4)
             place = tile_at(span, head, first - number * PAGE_SIZE, D + panel * 64, True)
-            async_load(desc[1], place, ready, box)
+            async_load(desc.rest, place, ready, box)
 
 
 @gluon.jit
 def load_keys(desc, smem, slot, ready, paging, span, head, row, C: gl.constexpr):
     """Start the copy of a tile of K."""
     if C.IS_PAGED:
-        pages = paging[0] + span[0] * paging[1]
-        load_pages(desc, smem, slot, ready, pages, paging[2], span[2], head, row, C.D, C.D_REST, C)
+        pages = paging.table + span.sequence * paging.stride
+        load_pages(desc, smem, slot, ready, pages, paging.k_rows, span.length, head, row, C.D, C.D_REST, C)
     else:
         load_tile(desc, smem, slot, ready, span, head, row, C.D, C.D_REST, C)
 
@@ -114,8 +115,8 @@ def load_keys(desc, smem, slot, ready, paging, span, head, row, C: gl.constexpr)
 def load_values(desc, smem, slot, ready, paging, span, head, row, C: gl.constexpr):
     """Start the copy of a tile of V."""
     if C.IS_PAGED:
-        pages = paging[0] + span[0] * paging[1]
-        load_pages(desc, smem, slot, ready, pages, paging[3], span[2], head, row, C.DV, C.DV_REST, C)
+        pages = paging.table + span.sequence * paging.stride
+        load_pages(desc, smem, slot, ready, pages, paging.v_rows, span.length, head, row, C.DV, C.DV_REST, C)
     else:
         load_tile(desc, smem, slot, ready, span, head, row, C.DV, C.DV_REST, C)
 
@@ -160,13 +161,13 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         kv_head = head // sizes.group_size
         if C.IS_LISTED:
-            entries = list_at(lists, q_span[0], head, tile)
+            entries = list_at(lists, q_span.sequence, head, tile)
             count = pipe.tiles.word(tile_turn, 4, 1)
             last = pipe.tiles.word(tile_turn, 6, 1)
             row = last * BLOCK_N
             following, _ = entry_at(entries, min(1, count - 1))
         else:
-            last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+            last, count = key_tiles(block, q_span.length, kv_span.length, sizes, C)
         # Load the first K right after the first warpgroup's Q, so that this warpgroup can start.
         for w in gl.static_range(NUM_WARPGROUPS):
             at = q_at.lane(w, NUM_WARPGROUPS)
@@ -273,7 +274,7 @@ def attend_first(
     acc_rest = 0
     if DV_REST:
         acc_rest = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
-    return acc, acc_rest, carried(p, pipe.v_smem[0].dtype, C), factor, row_ref, row_sum, row_top
+    return acc, acc_rest, carried(p, pipe.v_smem.first.dtype, C), factor, row_ref, row_sum, row_top
 
 
 @gluon.jit
@@ -287,7 +288,7 @@ def attend(
     tile mask's tile, where there is a mask.
     """
     IN_FLIGHT: gl.constexpr = 2 if C.DV_REST else 1
-    p_operand = left_operand(p, pipe.v_smem[0].dtype, C)
+    p_operand = left_operand(p, pipe.v_smem.first.dtype, C)
     v_at = at
     at = at.next()
     if MASKED and C.IS_LISTED:
@@ -317,7 +318,7 @@ def attend(
     p, factor, row_ref, row_sum, top = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     if C.KEEPS_TOP:
         row_top = gl.maximum(row_top, top)
-    p = carried(p, pipe.v_smem[0].dtype, C)
+    p = carried(p, pipe.v_smem.first.dtype, C)
     if not MASKED:
         if C.PIN_EXP:
             row_sum = pin(row_sum)
@@ -344,16 +345,16 @@ def store_output(acc, acc_rest, out_desc, slot, span, head, row, pipe, C: gl.con
     """Write one warpgroup's rows of O through shared memory by TMA, which drops rows past the end."""
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
-    DTYPE: gl.constexpr = pipe.out_smem[0].dtype
+    DTYPE: gl.constexpr = pipe.out_smem.first.dtype
     if not C.OUT_IN_Q:
         tma.store_wait(0)  # the last tile's store has read this buffer
-    pipe.out_smem[0].index(slot).reshape([64, DV]).store(acc.to(DTYPE))
+    pipe.out_smem.first.index(slot).reshape([64, DV]).store(acc.to(DTYPE))
     if DV_REST:
-        pipe.out_smem[1].index(slot).reshape([64, DV_REST]).store(acc_rest.to(DTYPE))
+        pipe.out_smem.rest.index(slot).reshape([64, DV_REST]).store(acc_rest.to(DTYPE))
     fence_async_shared()  # orders the stores above before TMA's reads below
-    async_store(out_desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), pipe.out_smem[0].index(slot))
+    async_store(out_desc.first, tile_at(span, head, row, 0, C.IS_VARLEN), pipe.out_smem.first.index(slot))
     if DV_REST:
-        async_store(out_desc[1], tile_at(span, head, row, DV, C.IS_VARLEN), pipe.out_smem[1].index(slot))
+        async_store(out_desc.rest, tile_at(span, head, row, DV, C.IS_VARLEN), pipe.out_smem.rest.index(slot))
 
 
 @gluon.jit
@@ -376,8 +377,8 @@ def consumer(
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        seqlen_q = q_span[2]
-        seqlen_k = kv_span[2]
+        seqlen_q = q_span.length
+        seqlen_k = kv_span.length
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
         hidden = 0
         if C.IS_LISTED:
@@ -385,7 +386,7 @@ def consumer(
             masked = uniform(pipe.tiles.word(tile_turn, 5, 4))
             last = pipe.tiles.word(tile_turn, 6, 4)
             kind = pipe.tiles.word(tile_turn, 7, 4)
-            entries = list_at(lists, q_span[0], head, tile)
+            entries = list_at(lists, q_span.sequence, head, tile)
             n_next, kind_next = entry_at(entries, min(1, count - 1))
         else:
             # The rightmost tile, then the rest of the right edge, whole tiles, the left edge.
@@ -432,7 +433,7 @@ def consumer(
         if not C.OUT_IN_Q:
             pipe.q_ring.release(q_lane)
         q_at = q_at.next()
-        p_operand = left_operand(p, pipe.v_smem[0].dtype, C)
+        p_operand = left_operand(p, pipe.v_smem.first.dtype, C)
         if C.MERGE_KV:
             at = at.next()
             pipe.k_ring.wait(at)
@@ -447,7 +448,7 @@ def consumer(
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
         if DIVIDES_LATE:
             head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
+        store_lse(lse, lse_ptr, item, row, q_span.start, seqlen_q, sizes, C)
         acc, acc_rest = wait_output(acc, acc_rest, p_operand, C)
         if C.MERGE_KV:
             pipe.k_ring.release(at)
@@ -470,13 +471,13 @@ def make_parts(
     desc, NUM_SLOTS: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr
 ):
     """Buffers for tiles of ROWS rows: a pair of column parts; without a second part, the first one twice."""
-    first = gl.allocate_shared_memory(desc[0].dtype, slots_shape(NUM_SLOTS, ROWS, D, C.IS_VARLEN), desc[0].layout)
+    first = gl.allocate_shared_memory(desc.first.dtype, slots_shape(NUM_SLOTS, ROWS, D, C.IS_VARLEN), desc.first.layout)
     rest = first
     if D_REST:
         rest = gl.allocate_shared_memory(
-            desc[1].dtype, slots_shape(NUM_SLOTS, ROWS, D_REST, C.IS_VARLEN), desc[1].layout
+            desc.rest.dtype, slots_shape(NUM_SLOTS, ROWS, D_REST, C.IS_VARLEN), desc.rest.layout
         )
-    return first, rest
+    return Parts(first, rest)
 
 
 @gluon.jit
@@ -500,22 +501,21 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "lists", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr", "block_table"],
+    do_not_specialize=["scale_log2", "cap_scale", "paging", "lists", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr"],
 )
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, max_ptr, counter_ptr,
-    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    work_ptr, paging, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles.
 
     Descriptors come in pairs for the two column parts; *_rest is None without a second part. Packed queries: work_ptr
-    is the list of their blocks (gpu/work_list.py). Paged keys: block_table holds the pages of the sequences; a page
-    begins every k_page_rows (v_page_rows) rows of K (V). Tile mask: `lists` are those of listed.Lists. What a problem
-    does not have is None.
+    is the list of their blocks (gpu/work_list.py). Tile mask: `lists` are those of listed.Lists. What a problem does
+    not have is None.
     """
-    queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
-    paging = (block_table, table_stride, k_page_rows, v_page_rows)
+    queries, keys = Parts(q_desc, q_rest), Parts(k_desc, k_rest)
+    values, outputs = Parts(v_desc, v_rest), Parts(out_desc, out_rest)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:

@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Parts
 from tilewise.backends.hopper.channels import make_mailbox, make_ring, start
 from tilewise.backends.hopper.forward import Pipeline, load_keys, load_values, make_parts, store_lse, store_output
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout
@@ -73,11 +74,11 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, paging, lists, sizes
         head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 1, C)
         kv_head = head // sizes.group_size
         if C.IS_LISTED:
-            entries = list_at(lists, q_span[0], head, tile)
+            entries = list_at(lists, q_span.sequence, head, tile)
             count = pipe.tiles.word(turn, 4, 1) * HALVES
             row = pipe.tiles.word(turn, 6, 1) * (HALVES * BLOCK_N)
         else:
-            last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+            last, count = key_tiles(block, q_span.length, kv_span.length, sizes, C)
             row = last * BLOCK_N
         for w in gl.static_range(NUM_WARPGROUPS):
             lane = q_at.lane(w, NUM_WARPGROUPS)
@@ -128,7 +129,7 @@ def attend(
             scores = mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C)
     p, factor, row_ref, row_sum, _ = soften(scores, row_ref, row_sum, scale_log2, MASKED, C)
     acc, _ = rescale_output(acc, 0, factor, C)
-    p_operand = gl.convert_layout(p.to(pipe.v_smem[0].dtype), P_LAYOUT)
+    p_operand = gl.convert_layout(p.to(pipe.v_smem.first.dtype), P_LAYOUT)
     acc, _ = issue_output(p_operand, pipe.v_smem, at.slot, acc, 0, C)
     acc, p_operand = warpgroup_mma_wait(0, deps=[acc, p_operand])
     pipe.k_ring.release(at)
@@ -153,15 +154,15 @@ def consumer(
         block, item = place_at(tile, pipe.tiles, turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
         head, q_span, kv_span = spans_at(item, pipe.tiles, turn, sizes, 4, C)
-        seqlen_q = q_span[2]
-        seqlen_k = kv_span[2]
+        seqlen_q = q_span.length
+        seqlen_k = kv_span.length
         if C.IS_LISTED:
             hidden = 0
             end = pipe.tiles.word(turn, 4, 4) * HALVES
             begin = pipe.tiles.word(turn, 5, 4) * HALVES
             last = pipe.tiles.word(turn, 6, 4) * HALVES
             kind = pipe.tiles.word(turn, 7, 4)
-            entries = list_at(lists, q_span[0], head, tile)
+            entries = list_at(lists, q_span.sequence, head, tile)
         else:
             last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
             hidden, begin, end = seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
@@ -204,7 +205,7 @@ def consumer(
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
         factor, lse = finish_rows(row_ref, row_sum, sinks_ptr, item, sizes, C)
-        store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
+        store_lse(lse, lse_ptr, item, row, q_span.start, seqlen_q, sizes, C)
         acc, _ = scale_output(acc, 0, factor, C)
         store_output(acc, 0, out_desc, WARPGROUP, q_span, head, row, pipe, C)
     tma.store_wait(0)
@@ -228,16 +229,16 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "lists", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr", "block_table"],
+    do_not_specialize=["scale_log2", "cap_scale", "paging", "lists", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr"],
 )
 def forward_quad_kernel(
     q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, max_ptr, counter_ptr,
-    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    work_ptr, paging, lists, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles. Arguments as forward_kernel's; there are no second column parts."""
-    queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
-    paging = (block_table, table_stride, k_page_rows, v_page_rows)
+    queries, keys = Parts(q_desc, q_rest), Parts(k_desc, k_rest)
+    values, outputs = Parts(v_desc, v_rest), Parts(out_desc, out_rest)
     pipe = make_pipeline(queries, keys, values, outputs, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([

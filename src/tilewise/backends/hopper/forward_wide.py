@@ -25,6 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Parts
 from tilewise.backends.gpu.releases import aggregate, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.forward import make_parts, producer, store_lse
@@ -165,8 +166,8 @@ def left(out_desc, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pi
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * 64
         _, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        seqlen_q = q_span[2]
-        seqlen_k = kv_span[2]
+        seqlen_q = q_span.length
+        seqlen_k = kv_span.length
         last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
 
         # The rightmost tile, then the rest of the right edge, whole tiles, the left edge.
@@ -212,7 +213,7 @@ def left(out_desc, lse_ptr, sinks_ptr, max_ptr, scale_log2, cap_scale, sizes, pi
         pipe.rows_smem.index(turn.slot).store(normaliser)
         pipe.p_ring.signal(turn)
         turn = turn.next()
-        store_lse(lse, lse_ptr, item, row, q_span[1], seqlen_q, sizes, C)
+        store_lse(lse, lse_ptr, item, row, q_span.start, seqlen_q, sizes, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
         store_part(acc, normaliser, out_desc, v_at, q_span, head, row, pipe, 0, C)
         v_at = v_at.next()
@@ -245,7 +246,7 @@ def right(out_desc, sizes, pipe, C: gl.constexpr):
     while tile < sizes.num_tiles:
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        _, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+        _, count = key_tiles(block, q_span.length, kv_span.length, sizes, C)
         acc = gl.zeros([64, DV_REST], gl.float32, accumulator_layout(DV_REST))
         for _ in range(count - 1):
             acc = receive(acc, at, turn, pipe, C)
@@ -270,7 +271,7 @@ def right(out_desc, sizes, pipe, C: gl.constexpr):
 def make_pipeline(q_desc, k_desc, v_desc, C: gl.constexpr):
     """Allocate everything the roles share. K is read by one warpgroup, V by both."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
-    DTYPE: gl.constexpr = v_desc[0].dtype
+    DTYPE: gl.constexpr = v_desc.first.dtype
     P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_N], DTYPE)
     q_smem = make_parts(q_desc, C.Q_STAGES, 64, C.D, C.D_REST, C)
     k_smem = make_parts(k_desc, C.NUM_STAGES, C.BLOCK_N, C.D, C.D_REST, C)
@@ -287,16 +288,16 @@ def make_pipeline(q_desc, k_desc, v_desc, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["scale_log2", "cap_scale", "table_stride", "k_page_rows", "v_page_rows", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr", "block_table"],
+    do_not_specialize=["scale_log2", "cap_scale", "paging", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "max_ptr", "counter_ptr"],
 )
 def forward_wide_kernel(
     q_desc, k_desc, v_desc, out_desc, q_rest, k_rest, v_rest, out_rest, lse_ptr, sinks_ptr, max_ptr, counter_ptr,
-    work_ptr, block_table, table_stride, k_page_rows, v_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    work_ptr, paging, scale_log2, cap_scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of all tiles. Arguments as forward_kernel's; there are always two column parts."""
-    queries, keys, values, outputs = (q_desc, q_rest), (k_desc, k_rest), (v_desc, v_rest), (out_desc, out_rest)
-    paging = (block_table, table_stride, k_page_rows, v_page_rows)
+    queries, keys = Parts(q_desc, q_rest), Parts(k_desc, k_rest)
+    values, outputs = Parts(v_desc, v_rest), Parts(out_desc, out_rest)
     pipe = make_pipeline(queries, keys, values, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     gl.warp_specialize([

@@ -29,6 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Rows
 from tilewise.backends.gpu.releases import aggregate, async_load, async_store
 from tilewise.backends.hopper.channels import Mailbox, Ring, make_ring, start
 from tilewise.backends.hopper.layouts import accumulator_layout, slots_shape, tile_at
@@ -88,17 +89,17 @@ def value_slot(span, kv_head, tiles_per_head, sizes, C: gl.constexpr):
 
     Packed sequence b starts at slot cu_seqlens[b] // BLOCK_N + b, which leaves space for all of its tiles.
     """
-    batch_idx, first, _ = span
     if C.IS_VARLEN:
-        return kv_head * tiles_per_head + first // C.BLOCK_N + batch_idx
+        return kv_head * tiles_per_head + span.start // C.BLOCK_N + span.sequence
     else:
-        return (batch_idx * (sizes.num_heads // sizes.group_size) + kv_head) * tiles_per_head
+        return (span.sequence * (sizes.num_heads // sizes.group_size) + kv_head) * tiles_per_head
 
 
 @gluon.jit
 def scale_at(scale, batch_idx, head):
-    """The scales of a head's blocks; a scale is (pointer, strides of batch entry, head, block)."""
-    return scale[0] + batch_idx * scale[1] + head * scale[2]
+    """The scales of a head's blocks."""
+    ptr = scale.ptr + batch_idx * scale.stride_batch + head * scale.stride_head
+    return Rows(ptr, scale.stride_batch, scale.stride_head, scale.stride_row)
 
 
 # ---- producer
@@ -123,7 +124,7 @@ def producer(q_desc, k_desc, v_desc, counter_ptr, work_ptr, tiles_per_head, size
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 1, C)
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 1, C)
         kv_head = head // sizes.group_size
-        last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+        last, count = key_tiles(block, q_span.length, kv_span.length, sizes, C)
         v_slot = value_slot(kv_span, kv_head, tiles_per_head, sizes, C)
         for w in gl.static_range(NUM_WARPGROUPS):
             at = q_at.lane(w, NUM_WARPGROUPS)
@@ -243,7 +244,7 @@ def soften(scores, row_max, row_sum, score_scale, row, n_block, seqlen_q, seqlen
 
 @gluon.jit
 def attend(
-    n_block, row, q_slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales, v_scales, strides,
+    n_block, row, q_slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales, v_scales,
     seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile with CARRY: add the last tile's P V to O, then compute the new P from S = Q K_i^T.
@@ -253,10 +254,10 @@ def attend(
     NEXT: gl.constexpr = (WARPGROUP + 1) % C.NUM_WARPGROUPS
     v_at = at
     at = at.next()
-    score_scale = row_scale * gl.load(k_scales + n_block * strides[0])
+    score_scale = row_scale * gl.load(k_scales.ptr + n_block * k_scales.stride_row)
     v_scale = 1.0
     if C.HAS_V_BLOCKS:
-        v_scale = gl.load(v_scales + (n_block + 1) * strides[1])
+        v_scale = gl.load(v_scales.ptr + (n_block + 1) * v_scales.stride_row)
     if C.OVERLAP:
         operand = left_operand(p, C)
         if C.PING_PONG:
@@ -298,16 +299,16 @@ def attend(
 
 @gluon.jit
 def attend_at_once(
-    n_block, row, q_slot, at, acc, acc_rest, row_max, row_sum, row_scale, k_scales, v_scales, strides,
+    n_block, row, q_slot, at, acc, acc_rest, row_max, row_sum, row_scale, k_scales, v_scales,
     seqlen_q, seqlen_k, sizes, pipe, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """One key tile without CARRY, from S = Q K^T to O += P V, so that rounding P overlaps its exponentials."""
     pipe.k_ring.wait(at)
     issued = issue_scores(q_slot, at.slot, pipe, C)
-    score_scale = row_scale * gl.load(k_scales + n_block * strides[0])
+    score_scale = row_scale * gl.load(k_scales.ptr + n_block * k_scales.stride_row)
     v_scale = 1.0
     if C.HAS_V_BLOCKS:
-        v_scale = gl.load(v_scales + n_block * strides[1])
+        v_scale = gl.load(v_scales.ptr + n_block * v_scales.stride_row)
     scores = warpgroup_mma_wait(0, deps=[issued])
     pipe.k_ring.release(at)
     p, alpha, row_max, row_sum = soften(
@@ -324,8 +325,8 @@ def store_rows(acc, acc_rest, lse, out_desc, lse_ptr, item, head, span, row, siz
     """Write one warpgroup's lse and, through shared memory, its rows of O; TMA drops rows past the end."""
     PART: gl.constexpr = C.PART
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(C.BLOCK_N)))
-    first = item.to(gl.int64) * (sizes.total_q if C.IS_VARLEN else sizes.seqlen_q) + span[1]
-    gl.store(lse_ptr + first + rows, lse, mask=rows < span[2])
+    first = item.to(gl.int64) * (sizes.total_q if C.IS_VARLEN else sizes.seqlen_q) + span.start
+    gl.store(lse_ptr + first + rows, lse, mask=rows < span.length)
     tma.store_wait(0)  # the last tile's store has read this buffer
     out = pipe.out_smem.index(WARPGROUP)
     whole = out.reshape([64, C.D])
@@ -350,8 +351,6 @@ def consumer(
     PART: gl.constexpr = C.PART
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, accumulator_layout(C.BLOCK_N))
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, fp8_accumulator_layout(C.PART))
-    q_scale, k_scale, v_scale = scales
-    strides = (k_scale[3], v_scale[3])
     at = start(C.NUM_STAGES)
     q_at = start(C.Q_STAGES)
     tile_turn = first_turn(C)
@@ -362,15 +361,15 @@ def consumer(
         block, item = place_at(tile, pipe.tiles, tile_turn, sizes, C.HAS_RIGHT, 4, C)
         row = block * BLOCK_M + WARPGROUP * 64
         head, q_span, kv_span = spans_at(item, pipe.tiles, tile_turn, sizes, 4, C)
-        batch_idx = q_span[0]
-        seqlen_q = q_span[2]
-        seqlen_k = kv_span[2]
+        batch_idx = q_span.sequence
+        seqlen_q = q_span.length
+        seqlen_k = kv_span.length
         last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
         # Rows past the end use the scale of the last block.
         q_block = min(row, max(seqlen_q - 1, 0)) // Q_BLOCK
-        row_scale = scale_log2 * gl.load(scale_at(q_scale, batch_idx, head) + q_block * q_scale[3])
-        k_scales = scale_at(k_scale, batch_idx, head // sizes.group_size)
-        v_scales = scale_at(v_scale, batch_idx, head // sizes.group_size)
+        row_scale = scale_log2 * gl.load(scale_at(scales.q, batch_idx, head).ptr + q_block * scales.q.stride_row)
+        k_scales = scale_at(scales.k, batch_idx, head // sizes.group_size)
+        v_scales = scale_at(scales.v, batch_idx, head // sizes.group_size)
         q_lane = q_at.lane(WARPGROUP, NUM_WARPGROUPS)
 
         # The rightmost tile, always masked, then the rest of the right edge, whole tiles, the left edge.
@@ -384,34 +383,35 @@ def consumer(
         row_max = gl.full([64], NEG_INF, gl.float32, ROW_LAYOUT)
         row_sum = sum_rows(gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N)), C)
         if C.CARRY:
+            score_scale = row_scale * gl.load(k_scales.ptr + last * k_scales.stride_row)
             p, alpha, row_max, row_sum = soften(
-                scores, row_max, row_sum, row_scale * gl.load(k_scales + last * strides[0]), row, last, seqlen_q,
-                seqlen_k, sizes, True, C)  # fmt: skip
+                scores, row_max, row_sum, score_scale, row, last, seqlen_q, seqlen_k, sizes, True, C
+            )
         begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
         if C.CARRY:
             if C.HAS_RIGHT:
                 for i in range(1, begin):
                     acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
                         last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
-                        v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
+                        v_scales, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
             for i in range(begin, end):
                 acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
                     last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
-                    v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, False, WARPGROUP, C)  # fmt: skip
+                    v_scales, seqlen_q, seqlen_k, sizes, pipe, False, WARPGROUP, C)  # fmt: skip
             if C.HAS_LEFT:
                 for i in range(end, count):
                     acc, acc_rest, p, alpha, row_max, row_sum, at = attend(
                         last - i, row, q_lane.slot, at, acc, acc_rest, p, alpha, row_max, row_sum, row_scale, k_scales,
-                        v_scales, strides, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
+                        v_scales, seqlen_q, seqlen_k, sizes, pipe, True, WARPGROUP, C)  # fmt: skip
         else:
             for i in range(begin):
                 acc, acc_rest, row_max, row_sum, at = attend_at_once(
                     last - i, row, q_lane.slot, at, acc, acc_rest, row_max, row_sum, row_scale, k_scales, v_scales,
-                    strides, seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
+                    seqlen_q, seqlen_k, sizes, pipe, True, C)  # fmt: skip
             for i in range(begin, end):
                 acc, acc_rest, row_max, row_sum, at = attend_at_once(
                     last - i, row, q_lane.slot, at, acc, acc_rest, row_max, row_sum, row_scale, k_scales, v_scales,
-                    strides, seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
+                    seqlen_q, seqlen_k, sizes, pipe, False, C)  # fmt: skip
 
         # The last P V and the end of the rows. Packed: read the span before the mailbox slot is released. Dense:
         # compute it late, to save registers.
@@ -420,7 +420,7 @@ def consumer(
         tile, tile_turn = following_tile(pipe.tiles, tile_turn, C)
         pipe.q_ring.release(q_lane)
         q_at = q_at.next()
-        tile_v_scale = gl.load(v_scales + (last + 1 - count) * strides[1])
+        tile_v_scale = gl.load(v_scales.ptr + (last + 1 - count) * v_scales.stride_row)
         if C.CARRY:
             acc, acc_rest = add_tile(acc, acc_rest, p, alpha, tile_v_scale, at, pipe, C)
             at = at.next()
@@ -463,14 +463,13 @@ def make_pipeline(q_desc, k_desc, v_desc, out_desc, C: gl.constexpr):
 
 @gluon.jit
 def fp8_forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, q_scale, k_scale, v_scale, counter_ptr, work_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, scales, counter_ptr, work_ptr,
     tiles_per_head, scale_log2, sizes, C: gl.constexpr,
 ):  # fmt: skip
-    """Out and lse. A scale is (pointer, strides of batch entry, head, block); v_desc maps the tiles of V^T.
+    """Out and lse; v_desc maps the tiles of V^T.
 
     Packed queries: work_ptr is the list of their blocks (gpu/work_list.py).
     """
-    scales = (q_scale, k_scale, v_scale)
     pipe = make_pipeline(q_desc, k_desc, v_desc, out_desc, C)
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.
     if C.NUM_WARPGROUPS == 2:
@@ -525,12 +524,12 @@ def transpose_values_kernel(
     tile, item = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     head, batch_idx = item % num_heads, item // num_heads
     slot = (batch_idx * num_heads + head) * tiles_per_head + tile
-    first = batch_idx.to(tl.int64) * v_strides[0]
+    first = batch_idx.to(tl.int64) * v_strides.batch
     length = seqlen
     if cu_seqlens is not None:
         start = tl.load(cu_seqlens + batch_idx)
         length = tl.load(cu_seqlens + batch_idx + 1) - start
-        first = start.to(tl.int64) * v_strides[2]
+        first = start.to(tl.int64) * v_strides.row
         slot = head * tiles_per_head + start // BLOCK_N + batch_idx + tile
     # A sequence without keys has one tile of zeros, which the forward multiplies by P = 0.
     if tile * BLOCK_N < max(length, 1):
@@ -538,12 +537,12 @@ def transpose_values_kernel(
         place, channel = tl.arange(0, WIDTH), tl.arange(0, D // 4)
         # The first key of each word; the others are key + 1, + 8 and + 9 (operand order, see above).
         key = tile * BLOCK_N + place // 4 * 16 + place % 4 * 2
-        v_ptr += first + head.to(tl.int64) * v_strides[1]
+        v_ptr += first + head.to(tl.int64) * v_strides.head
         rows = (
-            load_words(v_ptr, key, length, channel, v_strides[2], HEAD_DIM),
-            load_words(v_ptr, key + 1, length, channel, v_strides[2], HEAD_DIM),
-            load_words(v_ptr, key + 8, length, channel, v_strides[2], HEAD_DIM),
-            load_words(v_ptr, key + 9, length, channel, v_strides[2], HEAD_DIM),
+            load_words(v_ptr, key, length, channel, v_strides.row, HEAD_DIM),
+            load_words(v_ptr, key + 1, length, channel, v_strides.row, HEAD_DIM),
+            load_words(v_ptr, key + 8, length, channel, v_strides.row, HEAD_DIM),
+            load_words(v_ptr, key + 9, length, channel, v_strides.row, HEAD_DIM),
         )
         columns = byte_columns(rows)
         out = out_ptr + slot.to(tl.int64) * (D * WIDTH) + channel[:, None] * (4 * WIDTH) + place[None, :]

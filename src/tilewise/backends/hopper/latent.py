@@ -34,6 +34,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Span
 from tilewise.backends.gpu.releases import aggregate, async_load
 from tilewise.backends.hopper import decode_configs
 from tilewise.backends.hopper.channels import Ring, make_ring, start
@@ -47,7 +48,7 @@ from tilewise.backends.hopper.decode import (
     place_rows,
     say_parts,
 )
-from tilewise.backends.hopper.decode_schedule import advance, ask, key_tiles_of, locate, spans_of
+from tilewise.backends.hopper.decode_schedule import advance, ask, extent_of, key_tiles_of, locate
 from tilewise.backends.hopper.layouts import accumulator_layout, left_operand_layout, slots_shape, tile_at
 from tilewise.backends.hopper.primitives import NEG_INF, await_kernel_before, exp2, let_next_start, pin, rebuilt
 from tilewise.backends.hopper.scores import beside, capped, no_rows, rescale, soften
@@ -89,8 +90,8 @@ def fetch_box(desc, ready, at, span, head, row, pages, page_rows, pipe, COLUMN: 
         keys = span
         if C.IS_PAGED:
             page_row = first % C.PAGE_SIZE
-            inside = max(min(span[2] - (first - page_row), C.PAGE_SIZE), 0)
-            keys = (0, pages[c] * page_rows, inside)
+            inside = max(min(span.length - (first - page_row), C.PAGE_SIZE), 0)
+            keys = Span(0, pages[c] * page_rows, inside)
             first = page_row
         if COLUMN < C.DV:
             box = pipe.k_smem.index(at.slot).slice(c * CHUNK, CHUNK, dim=DIM).slice(COLUMN, PANEL, dim=DIM + 1)
@@ -131,31 +132,31 @@ def producer(k_desc, out, lse, lengths, paging, sizes, pipe, C: gl.constexpr):
     guessed = ()
     if C.IS_PAGED:
         guessed = guess_pages(paging, program, sizes, C)
-    _, flat, end, batch_idx, head, tile, span = locate(lengths, asked, program, sizes, 1, C)
+    _, flat, end, batch_idx, head, tile, extent = locate(lengths, asked, program, sizes, 1, C)
     while flat < end:
-        _, seqlen_q, k_start, seqlen_k = span
+        _, seqlen_q, k_start, seqlen_k = extent
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
-        keys = (batch_idx, k_start, seqlen_k)
+        keys = Span(batch_idx, k_start, seqlen_k)
         steps = min(count - tile, end - flat)
         row = (first + tile) * BLOCK_N
         pages = first_pages(paging, guessed, batch_idx, row, seqlen_k, C)
         for _i in range(steps // 2):
-            fetch(k_desc, even, keys, head, row, pages, paging[2], pipe, 0, C)
+            fetch(k_desc, even, keys, head, row, pages, paging.k_rows, pipe, 0, C)
             pages = look_up(paging, batch_idx, row + BLOCK_N, seqlen_k, C)
-            fetch(k_desc, odd, keys, head, row + BLOCK_N, pages, paging[2], pipe, 1, C)
+            fetch(k_desc, odd, keys, head, row + BLOCK_N, pages, paging.k_rows, pipe, 1, C)
             pages = look_up(paging, batch_idx, row + 2 * BLOCK_N, seqlen_k, C)
             even = even.next()
             odd = odd.next()
             row += 2 * BLOCK_N
         if steps % 2 == 1:
-            fetch(k_desc, even, keys, head, row, pages, paging[2], pipe, 0, C)
+            fetch(k_desc, even, keys, head, row, pages, paging.k_rows, pipe, 0, C)
             even = even.next()
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
-        span = spans_of(lengths, batch_idx, sizes, flat < end, C)
+        extent = extent_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
     if C.PACKED_Q:
-        clear_tail(out, lse, lengths[0], sizes, C)
+        clear_tail(out, lse, lengths.cu_seqlens_q, sizes, C)
 
 
 # ---- scores
@@ -166,7 +167,7 @@ def load_query_columns(q, offsets, ok, first, COLUMNS: gl.constexpr, LAYOUT: gl.
     """Columns `first` .. of the query rows at `offsets`; 0 for missing rows and columns."""
     cols = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     inside = ok[:, None] & (cols < C.HEAD_DIM)[None, :]
-    return gl.load(q[0] + offsets[:, None] + cols[None, :], mask=inside, other=0.0)
+    return gl.load(q.ptr + offsets[:, None] + cols[None, :], mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -221,9 +222,9 @@ def mask_keys(scores, row, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
         rows = gl.program_id(1) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         token = rows // C.GROUP_SIZE + (seqlen_k - seqlen_q)
         if C.HAS_RIGHT:
-            seen = seen & (keys[None, :] <= (token + sizes.window_right)[:, None])
+            seen = seen & (keys[None, :] <= (token + sizes.window.right)[:, None])
         if C.HAS_LEFT:
-            seen = seen & (keys[None, :] >= (token - sizes.window_left)[:, None])
+            seen = seen & (keys[None, :] >= (token - sizes.window.left)[:, None])
     return gl.where(seen, scores, NEG_INF)
 
 
@@ -234,10 +235,10 @@ def soften_tile(scores, ref, total, row, seqlen_q, seqlen_k, scale_log2, cap_sca
     scores = capped(scores, cap_scale, C) * scale_log2
     complete = seqlen_k
     if C.HAS_RIGHT:  # the first query sees the fewest keys on the right, the last one on the left
-        complete = min(complete, seqlen_k - seqlen_q + 1 + sizes.window_right)
+        complete = min(complete, seqlen_k - seqlen_q + 1 + sizes.window.right)
     crossed = row + C.BLOCK_N > complete
     if C.HAS_LEFT:
-        crossed = crossed | (row < seqlen_k - 1 - sizes.window_left)
+        crossed = crossed | (row < seqlen_k - 1 - sizes.window.left)
     if crossed:
         scores = mask_keys(scores, row, seqlen_q, seqlen_k, sizes, C)
         p, factor, ref, total, _ = soften(scores, ref, total, 1.0, True, C)
@@ -328,9 +329,9 @@ def consumer(
     asked = ()
     if not C.IS_UNIFORM:
         asked = ask(lengths, sizes, 4, C)
-    all_tiles, flat, end, batch_idx, head, tile, span = locate(lengths, asked, program, sizes, 4, C)
+    all_tiles, flat, end, batch_idx, head, tile, extent = locate(lengths, asked, program, sizes, 4, C)
     while flat < end:
-        q_start, seqlen_q, _, seqlen_k = span
+        q_start, seqlen_q, _, seqlen_k = extent
         first, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
         steps = min(count - tile, end - flat)
         row = (first + tile + SIDE) * BLOCK_N
@@ -394,7 +395,7 @@ def consumer(
             head, SIDE, C)  # fmt: skip
         flat += steps
         batch_idx, head = advance(lengths, batch_idx, head, flat < end, sizes, C)
-        span = spans_of(lengths, batch_idx, sizes, flat < end, C)
+        extent = extent_of(lengths, batch_idx, sizes, flat < end, C)
         tile = tile * 0
 
 
@@ -425,10 +426,10 @@ def store_half(
         totals = gl.convert_layout(total, gl.SliceLayout(1, LAYOUT))
         factor, lse_rows = finish(tops, totals, heads, sinks_ptr, C)
         offsets = place_rows(out, batch_idx, q_start, token, heads, C)
-        values = (acc * factor[:, None]).to(out[0].dtype.element_ty)
-        gl.store(out[0] + offsets[:, None] + cols[None, :], values, mask=ok[:, None])
+        values = (acc * factor[:, None]).to(out.ptr.dtype.element_ty)
+        gl.store(out.ptr + offsets[:, None] + cols[None, :], values, mask=ok[:, None])
         if SIDE == 0:
-            gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)
+            gl.store(lse.ptr + place_rows(lse, batch_idx, q_start, token, heads, C), lse_rows, mask=ok)
     else:
         at = parts_ptr + part.to(gl.int64) * (ROWS * C.DV) + place_in_part(place[:, None], cols[None, :], C)
         gl.store(at, acc, mask=ok[:, None])
@@ -436,10 +437,10 @@ def store_half(
 
 @gluon.jit(
     do_not_specialize=["out", "lse", "num_shares", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "items_ptr"],
+    do_not_specialize_on_alignment=["sinks_ptr", "lengths", "items_ptr"],
 )
 def merge_latent_kernel(
-    out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, num_shares, sizes, C: gl.constexpr,
+    out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, num_shares, sizes, C: gl.constexpr,
     COLUMNS: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
     """Merge COLUMNS columns of an item's parts, which SPREAD warps share, 8 rows at a time. Grid: item, programs
@@ -460,8 +461,8 @@ def merge_latent_kernel(
     q_start = batch_idx * sizes.seqlen_q
     seqlen_q = sizes.seqlen_q
     if C.PACKED_Q:
-        q_start = gl.load(cu_seqlens_q + batch_idx)
-        seqlen_q = gl.load(cu_seqlens_q + batch_idx + 1) - q_start
+        q_start = gl.load(lengths.cu_seqlens_q + batch_idx)
+        seqlen_q = gl.load(lengths.cu_seqlens_q + batch_idx + 1) - q_start
     let_next_start()
     await_kernel_before()
     first = gl.load(items_ptr + 2 * item)  # of an item without rows this is anything, and not used
@@ -500,10 +501,10 @@ def merge_latent_kernel(
         at = gl.convert_layout(place_rows(out, batch_idx, q_start, token, head, C), gl.SliceLayout(1, MERGED))
         factor = gl.convert_layout(factor, gl.SliceLayout(1, MERGED))
         kept = gl.convert_layout(ok, gl.SliceLayout(1, MERGED))
-        values = (acc * factor[:, None]).to(out[0].dtype.element_ty)
-        gl.store(out[0] + at[:, None] + cols[None, :], values, mask=kept[:, None])
+        values = (acc * factor[:, None]).to(out.ptr.dtype.element_ty)
+        gl.store(out.ptr + at[:, None] + cols[None, :], values, mask=kept[:, None])
         if gl.program_id(2) == 0:
-            gl.store(lse[0] + place_rows(lse, batch_idx, q_start, token, head, C), lse_rows, mask=ok)
+            gl.store(lse.ptr + place_rows(lse, batch_idx, q_start, token, head, C), lse_rows, mask=ok)
 
 
 # ---- kernel
@@ -532,18 +533,16 @@ def make_pipeline(k_desc, C: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["q", "out", "lse", "table_stride", "k_page_rows", "scale_log2", "cap_scale", "sizes"],
-    do_not_specialize_on_alignment=["sinks_ptr", "cu_seqlens_q", "cu_seqlens_k", "items_ptr", "block_table"],
+    do_not_specialize=["q", "out", "lse", "paging", "scale_log2", "cap_scale", "sizes"],
+    do_not_specialize_on_alignment=["sinks_ptr", "lengths", "items_ptr"],
 )
 def latent_kernel(
-    q, k_desc, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, cu_seqlens_q, cu_seqlens_k, block_table,
-    table_stride, k_page_rows, scale_log2, cap_scale, sizes, C: gl.constexpr,
+    q, k_desc, out, lse, sinks_ptr, parts_ptr, stats_ptr, items_ptr, lengths, paging, scale_log2, cap_scale, sizes,
+    C: gl.constexpr,
 ):  # fmt: skip
     """Out and lse of items that are finished in a share, parts of the others. Arguments are those of decode_kernel; of
     every item, items_ptr gets the first share that has a part of it and their number.
     """
-    lengths = (cu_seqlens_q, cu_seqlens_k)
-    paging = (block_table, table_stride, k_page_rows)
     pipe = make_pipeline(k_desc, C)
     await_kernel_before()
     # Argument tuples must be written out: bound to a name, their constexprs would become tensors.

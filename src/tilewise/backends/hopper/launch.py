@@ -17,8 +17,17 @@ from triton.experimental.gluon import language as gl
 
 from tilewise import device as devices
 from tilewise.backends.gpu import launching, tile_lists
-from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.arguments import (
+    lengths_of,
+    paging_of,
+    result_allocations,
+    scales_of,
+    single_address,
+    window_of,
+)
+from tilewise.backends.gpu.launching import BACKWARD_GIVEN, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
+from tilewise.backends.gpu.records import Paging, Rows, Strides
 from tilewise.backends.gpu.symbols import Address, KernelCall, Multiple, Tile
 from tilewise.backends.gpu.work_list import (
     clear_tail_kernel,
@@ -62,7 +71,7 @@ from tilewise.device import DeviceSpec
 from tilewise.numerics import LOG2E
 from tilewise.operands import Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import at_run_time
+from tilewise.symbolic import largest, smallest
 from tilewise.tiles import sections
 
 GLUON_DTYPES = {
@@ -93,8 +102,6 @@ E4M3, FP8_WORD = torch.float8_e4m3fn, 4
 STRIDE_UNIT = 8
 # Keys that a program of bound_keys_kernel reads at a time: fastest for short sequences, where its time weighs most.
 BOUND_BLOCK_N = 16
-# A window edge that hides nothing: larger than any number of keys.
-NO_EDGE = 1 << 30
 
 
 def run_forward(problem: AttentionProblem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -162,7 +169,6 @@ def _bound_backward(problem: AttentionProblem, given: tuple[Tensor | None, ...],
     return launching.bound_to(backward_pass, problem, given, q, wanted.dq, wanted.dsinks)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def forward_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
 ) -> Pass:
@@ -174,7 +180,6 @@ def forward_pass(
     return _pass(problem, calls, made | {"work": work}, device, index, want_lse, copied)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def fp8_pass(
     problem: AttentionProblem,
     device: DeviceSpec,
@@ -191,7 +196,6 @@ def fp8_pass(
     return _pass(problem, calls, made | {"work": work}, device, index, want_lse, copied)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def decode_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
 ) -> Pass:
@@ -206,7 +210,6 @@ def decode_pass(
     return _pass(problem, calls, room, device, index, want_lse, copied, problem.batch * problem.num_kv_heads)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def latent_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
 ) -> Pass:
@@ -219,7 +222,6 @@ def latent_pass(
     return _pass(problem, calls, room, device, index, want_lse, copied)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def backward_pass(
     problem: AttentionProblem,
     device: DeviceSpec,
@@ -320,14 +322,6 @@ def work_allocation(problem: AttentionProblem, config: ForwardConfig | Fp8Config
     return list_allocation(sizes_of(problem, config, itemsize).num_blocks) if config.IS_VARLEN else None
 
 
-def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
-    """The tensors that the forward allocates: out and lse."""
-    out = Allocation.rows(
-        problem, problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v, problem.dtype
-    )
-    return {"out": out, "lse": Allocation.contiguous(problem.lse_shape, torch.float32)}
-
-
 def shapes_of(problem: AttentionProblem) -> dict[str, tuple[int, ...]]:
     """The canonical shapes of q, k and v."""
     heads = {"q": problem.num_heads, "k": problem.num_kv_heads, "v": problem.num_kv_heads}
@@ -350,10 +344,7 @@ def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str
         "max_ptr": single_address(views, "max_logits"),
         "counter_ptr": COUNTER,
         "work_ptr": work,
-        "block_table": single_address(views, "block_table"),
-        "table_stride": views["block_table"].strides[0] if config.IS_PAGED else None,
-        "k_page_rows": page_rows(problem, views["k"]) if config.IS_PAGED else None,
-        "v_page_rows": page_rows(problem, views["v"]) if config.IS_PAGED else None,
+        "paging": _paging(problem, views, "k", "v"),
         "lists": None if problem.tiles_shape is None else _lists(problem.tiles_shape),
         "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
         "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
@@ -424,7 +415,6 @@ def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, it
     num_items = problem.batch * problem.num_heads
     head_bytes = problem.seqlen_k * _row_bytes(problem, itemsize)
     uneven = config.HAS_RIGHT or config.HAS_LEFT or problem.tiles_shape is not None
-    left, right = problem.band
     return Sizes(
         num_heads=problem.num_heads,
         group_size=problem.group_size,
@@ -436,19 +426,17 @@ def _grid_sizes(problem: AttentionProblem, config: ForwardConfig | Fp8Config, it
         num_tiles=num_blocks * num_items,
         items_per_wave=_wave_items(head_bytes, num_items) if uneven else 1,
         row_tiles=0,
-        window_left=(left or 0) if config.HAS_LEFT else NO_EDGE,
-        window_right=(right or 0) if config.HAS_RIGHT else NO_EDGE,
+        window=window_of(problem),
     )
 
 
-@at_run_time
 def _wave_items(head_bytes: int, num_items: int) -> int:
     """Heads of a wave: a power of two, because that mostly makes all waves equal.
 
     >>> _wave_items(16 << 20, 8), _wave_items(2 << 20, 64), _wave_items(1 << 30, 8)
     (2, 16, 1)
     """
-    most = max(1, min(num_items, MAX_WAVE_ITEMS, L2_BYTES // max(head_bytes, 1)))
+    most = largest(1, smallest(num_items, MAX_WAVE_ITEMS, L2_BYTES // largest(head_bytes, 1)))
     return 1 << (most.bit_length() - 1)
 
 
@@ -472,9 +460,11 @@ def _descriptors(problem: AttentionProblem, config: ForwardConfig, views: dict[s
     return found
 
 
-def single_address(views: dict[str, View], name: str) -> Address | None:
-    """A tensor that is read one element at a time (sinks, lengths, block table); None if the problem has none."""
-    return Address(name, views[name].dtype, aligned=False) if name in views else None
+def _paging(problem: AttentionProblem, views: dict[str, View], *names: str) -> Paging:
+    """The pages of sequences, with the rows of those of `names` (k, v) that are read."""
+    if problem.kind != "paged":
+        return paging_of(views)
+    return paging_of(views, *(page_rows(problem, views[name]) for name in names))
 
 
 def _clear_tail_call(problem: AttentionProblem) -> KernelCall:
@@ -568,14 +558,12 @@ def decode_arguments(
     problem: AttentionProblem, config: DecodeConfig, programs: int, views: dict[str, View]
 ) -> dict[str, Any]:
     """The arguments of the decode kernel; `programs` CTAs share the work."""
-    paged = config.IS_PAGED
     return {
         **_key_tiles(problem, config, views),
         **_reader_arguments(problem, config, views, part_sizes(config, programs)[0], programs * config.LANES),
         "counters_ptr": COUNTER,
-        "v_page_rows": page_rows(problem, views["v"]) if paged else None,
-        "k_scale": _scale("k_scale", views),
-        "v_scale": _scale("v_scale", views),
+        "paging": _paging(problem, views, "k", "v"),
+        "scales": scales_of(problem, views),
     }
 
 
@@ -589,17 +577,13 @@ def _reader_arguments(
     """What the kernels for few queries have in common. `shares` parts of the keys leave `output_words` words of O in
     the workspace, and statistics behind them.
     """
-    paged, (left, right) = config.IS_PAGED, problem.band
     return {
         **{name: _rows(problem, name, views[name]) for name in ("q", "out", "lse")},
         "sinks_ptr": single_address(views, "sinks"),
         "parts_ptr": Address("workspace", torch.float32),
         "stats_ptr": Address("workspace", torch.float32, offset=4 * output_words),
-        "cu_seqlens_q": single_address(views, "cu_seqlens_q"),
-        "cu_seqlens_k": single_address(views, "seqlens_k" if paged else "cu_seqlens_k"),
-        "block_table": single_address(views, "block_table"),
-        "table_stride": views["block_table"].strides[0] if paged else None,
-        "k_page_rows": page_rows(problem, views["k"]) if paged else None,
+        "lengths": lengths_of(views),
+        "paging": _paging(problem, views, "k"),
         "scale_log2": (problem.scale if problem.softcap is None else problem.softcap) * LOG2E,
         "cap_scale": 0.0 if problem.softcap is None else problem.scale / problem.softcap,
         "sizes": DecodeSizes(
@@ -609,8 +593,7 @@ def _reader_arguments(
             seqlen_q=tokens_of(problem, packed_queries=config.PACKED_Q),
             seqlen_k=problem.seqlen_k,
             total_q=problem.total_q,
-            window_left=(left or 0) if config.HAS_LEFT else 0,
-            window_right=(right or 0) if config.HAS_RIGHT else 0,
+            window=window_of(problem),
         ),
         "C": config,
     }
@@ -641,7 +624,7 @@ def latent_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str,
     calls = [KernelCall(kernel, (*reading, 1), arguments, overlaps=True)]
     shares = reading[0] * config.LANES
     if shares > 1:
-        common = ("out", "lse", "sinks_ptr", "parts_ptr", "stats_ptr", "cu_seqlens_q", "sizes", "C")
+        common = ("out", "lse", "sinks_ptr", "parts_ptr", "stats_ptr", "lengths", "sizes", "C")
         grid, spread = latent_merge_grid(problem, config, shares, device)
         merged = {name: arguments[name] for name in common} | {
             "items_ptr": _items(problem, config, reading),
@@ -668,8 +651,8 @@ def latent_arguments(
     common = _reader_arguments(problem, config, views, outputs, grid[0] * config.LANES)
     items = _items(problem, config, grid)
     if isinstance(config, DecodeConfig):
-        scales = {name: _scale(name, views) for name in ("k_scale", "v_scale")}
-        return {**_key_tiles(problem, config, views), **common, **scales, "v_page_rows": None, "counters_ptr": items}
+        scales = scales_of(problem, views)
+        return {**_key_tiles(problem, config, views), **common, "scales": scales, "counters_ptr": items}
     keys = packed_rows(problem, "k", views["k"])
     box = describe("k", keys, shapes_of(problem)["k"], config.CHUNK, PANEL_BYTES // keys.dtype.itemsize)
     return {"k_desc": box, **common, "items_ptr": items}
@@ -692,15 +675,8 @@ def _described(problem: AttentionProblem, config: DecodeConfig, name: str, view:
     return describe(name, packed_rows(problem, name, view), shapes_of(problem)[name], rows, columns)
 
 
-def _scale(name: str, views: dict[str, View]) -> tuple[Any, ...] | None:
-    """(address, stride of a page, of a head, of a token); one of e4m3 pages has none of a token."""
-    if name not in views:
-        return None
-    return (Address(name, torch.float32, aligned=False), *views[name].strides)
-
-
-def _rows(problem: AttentionProblem, name: str, view: View) -> tuple[Any, ...]:
-    """(address, stride of a sequence, of a head, of a token).
+def _rows(problem: AttentionProblem, name: str, view: View) -> Rows:
+    """Rows of q, out or lse.
 
     The kernel computes token offsets in 32 bits; if they may exceed that, the token stride is passed as 64 bits. Where
     all rows are aligned, the compiler knows it, and they are read and written 16 bytes at a time.
@@ -714,8 +690,8 @@ def _rows(problem: AttentionProblem, name: str, view: View) -> tuple[Any, ...]:
     address = Address(name, view.dtype, aligned=view.aligned)
     unit = TMA_BYTES // view.dtype.itemsize
     if view.aligned and all(stride % unit == 0 for stride in (sequence, head, token)):
-        return address, Multiple(sequence, unit), Multiple(head, unit), Multiple(token, unit, wide=far)
-    return address, sequence, head, Multiple(token, 1, wide=True) if far else token
+        return Rows(address, Multiple(sequence, unit), Multiple(head, unit), Multiple(token, unit, wide=far))
+    return Rows(address, sequence, head, Multiple(token, 1, wide=True) if far else token)
 
 
 def fp8_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
@@ -739,7 +715,7 @@ def fp8_calls(
         "v_desc": describe_flat(Address("values", E4M3), values_shape, [1, config.D, config.BLOCK_N]),
         "lse_ptr": Address("lse", torch.float32),
         "sinks_ptr": single_address(views, "sinks"),
-        **_scales(problem, views),
+        "scales": scales_of(problem, views),
         "counter_ptr": COUNTER,
         "work_ptr": Address("work", torch.int32) if config.IS_VARLEN else None,
         "tiles_per_head": tiles_per_head,
@@ -766,23 +742,14 @@ def _fp8_descriptors(problem: AttentionProblem, config: Fp8Config, views: dict[s
     return {f"{name}_desc": describe(name, views[name], shapes[name], n, config.D) for name, n in rows.items()}
 
 
-def _scales(problem: AttentionProblem, views: dict[str, View]) -> dict[str, tuple[Any, ...]]:
-    """(pointer, strides of batch entry, head, block) of each scale; a stride is 0 where a scale is shared."""
-    found: dict[str, tuple[Any, ...]] = {}
-    for name, block in zip(("q_scale", "k_scale", "v_scale"), problem.scale_blocks, strict=True):
-        batch, head, step = views[name].strides
-        found[name] = (Address(name, torch.float32, aligned=False), batch, head, step if block else 0)
-    return found
-
-
 def _transposition(
     problem: AttentionProblem, config: Fp8Config, views: dict[str, View], tiles_per_head: int
 ) -> KernelCall:
     # The stride of a dimension of size 1 may be anything; it is never used.
     sides = zip(shapes_of(problem)["v"][:-1], views["v"].strides, strict=False)
-    strides = tuple(
+    strides = [
         Multiple((TMA_BYTES if size == 1 else stride) // FP8_WORD, TMA_BYTES // FP8_WORD) for size, stride in sides
-    )
+    ]
     arguments = {
         "v_ptr": Address("v", torch.int32),
         "out_ptr": Address("values", torch.int32),
@@ -790,7 +757,7 @@ def _transposition(
         "seqlen": problem.seqlen_k,
         "num_heads": problem.num_kv_heads,
         "tiles_per_head": tiles_per_head,
-        "v_strides": (0, strides[1], strides[0]) if config.IS_VARLEN else strides,
+        "v_strides": Strides(0, strides[1], strides[0]) if config.IS_VARLEN else Strides(*strides),
         "HEAD_DIM": problem.head_dim_v,
         "D": config.D,
         "BLOCK_N": config.BLOCK_N,
@@ -900,8 +867,7 @@ def _prepare_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "group_size": problem.group_size,
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
-        "window_left": plan.key_sizes.window_left if config.HAS_LEFT else NO_EDGE,
-        "window_right": plan.key_sizes.window_right if config.HAS_RIGHT else NO_EDGE,
+        "window": plan.key_sizes.window,
         "bound_slots": plan.bound_slots,
         "total_q": problem.total_q,
         "batch": problem.batch,
@@ -1054,8 +1020,7 @@ def _finish_call(plan: BackwardPlan, views: dict[str, View]) -> KernelCall:
         "num_heads": problem.num_heads,
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
-        "window_left": plan.key_sizes.window_left if config.HAS_LEFT else NO_EDGE,
-        "window_right": plan.key_sizes.window_right if config.HAS_RIGHT else NO_EDGE,
+        "window": plan.key_sizes.window,
         "batch": problem.batch,
         "num_items": plan.query_items,
         "BLOCK_M": config.BLOCK_M,
@@ -1088,8 +1053,8 @@ def _sink_gradient(plan: BackwardPlan, sinks: Tensor, workspace: Tensor) -> Tens
     return -(weight * rows[:, :, :, 1]).sum((0, 2, 3)).to(sinks.dtype)
 
 
-def _stride_units(view: View) -> tuple[int, int, int]:
-    """Strides of (batch, head, row) in units of 16 bytes; the stride of a dimension of size 1 does not matter."""
+def _stride_units(view: View) -> Strides:
+    """Strides in units of 16 bytes; that of a dimension of size 1 does not matter."""
     strides = view.strides
     batch, head, row = (0, strides[1], strides[0]) if len(strides) == 3 else strides[:3]
-    return batch // STRIDE_UNIT, head // STRIDE_UNIT, row // STRIDE_UNIT
+    return Strides(batch // STRIDE_UNIT, head // STRIDE_UNIT, row // STRIDE_UNIT)

@@ -45,14 +45,13 @@ def slots_shape(slots, rows, columns, packed):
 
 @gluon.jit
 def tile_at(span, head, row, col: gl.constexpr, PACKED: gl.constexpr):
-    """TMA coordinates of the tile whose first row is `row` of a sequence; span is (batch_idx, start, length).
+    """TMA coordinates of the tile whose first row is `row` of a sequence; `span` is its Span.
 
     Packed rows are addressed through a five-dimensional tensor map. Its two extra dimensions cancel: they add a
     multiple of 2^64 to the address. They move the sequence's end to row 2^30, where the map ends. So TMA fills rows
     past the end with zeros and drops stores there, although the next sequence's rows follow in memory.
     """
-    batch_idx, start, length = span
     if PACKED:
-        return [PACKED_ORIGIN, start + length, head, PACKED_ORIGIN - length + row, col]
+        return [PACKED_ORIGIN, span.start + span.length, head, PACKED_ORIGIN - span.length + row, col]
     else:
-        return [batch_idx, head, row, col]
+        return [span.sequence, head, row, col]

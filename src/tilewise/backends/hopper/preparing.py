@@ -34,6 +34,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gpu.records import Span
 from tilewise.backends.gpu.releases import aggregate, async_load
 from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.layouts import slots_shape, tile_at
@@ -72,7 +73,7 @@ def prepare_tiles(
     """Prepare the query tiles that belong to one of `num_blocks` key blocks, of every query head of the group; returns
     the next cursor of row_tiles.
     """
-    seqlen_q = span[2]
+    seqlen_q = span.length
     num_tiles = gl.cdiv(seqlen_q, C.BLOCK_M) if C.IS_VARLEN else sizes.row_tiles
     count = gl.cdiv(num_tiles, num_blocks)
     begin = block * count
@@ -88,7 +89,7 @@ def prepare_tiles(
             if C.STATS_AHEAD:
                 stats = stats_ptr + gl.to_tensor(row_tile + m_block).to(gl.int64) * (2 * C.BLOCK_M)
                 rows = sizes.total_q if C.IS_VARLEN else sizes.seqlen_q
-                first_row = gl.to_tensor(query_item).to(gl.int64) * rows + (span[1] + row)
+                first_row = gl.to_tensor(query_item).to(gl.int64) * rows + (span.start + row)
                 compute_statistics(lse_ptr, dlse_ptr, stats, row_tiles, turn, first_row, seqlen_q - row, C)
                 turn = turn.next()
     return turn
@@ -102,7 +103,7 @@ def prepare_share(
     """Prepare and count one share of a dense head; returns the next cursor of row_tiles."""
     block, item = place_of(share, sizes, False, C.ENDING)
     batch_idx = item // sizes.num_heads
-    span = (batch_idx, 0, sizes.seqlen_q)
+    span = Span(batch_idx, 0, sizes.seqlen_q)
     turn = prepare_tiles(
         block, sizes.num_blocks, item, item - batch_idx * sizes.num_heads, span, turn, out_desc, dout_desc, lse_ptr,
         dlse_ptr, stats_ptr, sums_ptr, row_tiles, sizes, C)  # fmt: skip
@@ -118,7 +119,7 @@ def prepare_listed(
 ):  # fmt: skip
     """Prepare and count one share of a packed (sequence, head), if that is marked for it; returns the next cursor."""
     block, head, span, num_keys = listed_rows(share, work_ptr)
-    counts = counts_of(span[0], head, counts_ptr, sizes)
+    counts = counts_of(span.sequence, head, counts_ptr, sizes)
     if gl.load(counts) != 0:
         turn = prepare_tiles(
             block, gl.cdiv(num_keys, C.BLOCK_N), head, head, span, turn, out_desc, dout_desc, lse_ptr, dlse_ptr,
@@ -176,9 +177,9 @@ def await_prepared(item, counts_ptr, ahead, sizes):
 @gluon.jit
 def await_listed(head, q_span, kv_span, counts_ptr, sizes, C: gl.constexpr):
     """Producer: wait until all shares of a head of a packed sequence are counted."""
-    counts = counts_of(q_span[0], head, counts_ptr, sizes)
+    counts = counts_of(q_span.sequence, head, counts_ptr, sizes)
     if gl.load(counts) != 0:
-        while load_acquire(counts + 1) < gl.cdiv(kv_span[2], C.BLOCK_N):
+        while load_acquire(counts + 1) < gl.cdiv(kv_span.length, C.BLOCK_N):
             pass
 
 

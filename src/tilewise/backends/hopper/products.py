@@ -16,9 +16,9 @@ from tilewise.backends.hopper.scores import rescale
 @gluon.jit
 def load_tile(desc, smem, slot, ready, span, head, row, D: gl.constexpr, D_REST: gl.constexpr, C: gl.constexpr):
     """Start the copy of a tile, both column parts, into a slot."""
-    async_load(desc[0], tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem[0].index(slot))
+    async_load(desc.first, tile_at(span, head, row, 0, C.IS_VARLEN), ready, smem.first.index(slot))
     if D_REST:
-        async_load(desc[1], tile_at(span, head, row, D, C.IS_VARLEN), ready, smem[1].index(slot))
+        async_load(desc.rest, tile_at(span, head, row, D, C.IS_VARLEN), ready, smem.rest.index(slot))
 
 
 @gluon.jit
@@ -26,12 +26,12 @@ def issue_product(a_smem, b_smem, a_slot, b_slot, D: gl.constexpr, D_REST: gl.co
     """Start A B^T of 64 queries and a key tile: S = Q K^T or dP = dO V^T."""
     BLOCK_N: gl.constexpr = C.BLOCK_N
     zeros = gl.zeros([64, BLOCK_N], gl.float32, accumulator_layout(BLOCK_N))
-    a = a_smem[0].index(a_slot).reshape([64, D])
-    b = b_smem[0].index(b_slot).reshape([BLOCK_N, D])
+    a = a_smem.first.index(a_slot).reshape([64, D])
+    b = b_smem.first.index(b_slot).reshape([BLOCK_N, D])
     product = warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
     if D_REST:
-        a = a_smem[1].index(a_slot).reshape([64, D_REST])
-        b = b_smem[1].index(b_slot).reshape([BLOCK_N, D_REST])
+        a = a_smem.rest.index(a_slot).reshape([64, D_REST])
+        b = b_smem.rest.index(b_slot).reshape([BLOCK_N, D_REST])
         product = warpgroup_mma(a, b.permute([1, 0]), product, is_async=True)
     return product
 
@@ -48,10 +48,10 @@ def issue_output(p, v_smem, slot, acc, acc_rest, C: gl.constexpr):
     BLOCK_N: gl.constexpr = C.BLOCK_N
     DV: gl.constexpr = C.DV
     DV_REST: gl.constexpr = C.DV_REST
-    acc = warpgroup_mma(p, v_smem[0].index(slot).reshape([BLOCK_N, DV]), acc, is_async=True)
+    acc = warpgroup_mma(p, v_smem.first.index(slot).reshape([BLOCK_N, DV]), acc, is_async=True)
     if DV_REST:
         p_rest = gl.convert_layout(p, left_operand_layout(accumulator_layout(DV_REST)))
-        acc_rest = warpgroup_mma(p_rest, v_smem[1].index(slot).reshape([BLOCK_N, DV_REST]), acc_rest, is_async=True)
+        acc_rest = warpgroup_mma(p_rest, v_smem.rest.index(slot).reshape([BLOCK_N, DV_REST]), acc_rest, is_async=True)
     return acc, acc_rest
 
 

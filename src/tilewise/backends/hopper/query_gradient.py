@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
+from tilewise.backends.gpu.records import Parts
 from tilewise.backends.gpu.releases import aggregate, async_store
 from tilewise.backends.hopper.channels import Ring, make_ring, start
 from tilewise.backends.hopper.forward import make_parts
@@ -44,7 +45,7 @@ def producer(q_desc, dout_desc, k_desc, v_desc, work_ptr, sizes, pipe, C: gl.con
     V_BYTES: gl.constexpr = 2 * C.BLOCK_N * (C.DV + C.DV_REST)
     block, _, head, q_span, kv_span = own_tile(work_ptr, sizes, C.HAS_RIGHT, C)
     kv_head = head // sizes.group_size
-    last, count = key_tiles(block, q_span[2], kv_span[2], sizes, C)
+    last, count = key_tiles(block, q_span.length, kv_span.length, sizes, C)
     for w in gl.static_range(2):
         ready = pipe.query_ring.acquire(start(1).lane(w, 2), QUERY_BYTES)
         row = block * 128 + w * 64
@@ -68,10 +69,10 @@ def add_product(ds, k_smem, slot, dq, dq_rest, C: gl.constexpr):
     D: gl.constexpr = C.D
     D_REST: gl.constexpr = C.D_REST
     operand = gl.convert_layout(ds, left_operand_layout(accumulator_layout(D)))
-    dq = warpgroup_mma(operand, k_smem[0].index(slot).reshape([C.BLOCK_N, D]), dq, is_async=True)
+    dq = warpgroup_mma(operand, k_smem.first.index(slot).reshape([C.BLOCK_N, D]), dq, is_async=True)
     if D_REST:
         rest = gl.convert_layout(ds, left_operand_layout(accumulator_layout(D_REST)))
-        dq_rest = warpgroup_mma(rest, k_smem[1].index(slot).reshape([C.BLOCK_N, D_REST]), dq_rest, is_async=True)
+        dq_rest = warpgroup_mma(rest, k_smem.rest.index(slot).reshape([C.BLOCK_N, D_REST]), dq_rest, is_async=True)
         dq, dq_rest, operand = warpgroup_mma_wait(0, deps=[dq, dq_rest, operand])
     else:
         dq, operand = warpgroup_mma_wait(0, deps=[dq, operand])
@@ -97,7 +98,7 @@ def step(
     p = through_cap(exp2(seen * scale_log2 - lse[:, None]), s, C)
     dp = warpgroup_mma_wait(0, deps=[dp])
     pipe.v_ring.release(v_at)
-    ds = (p * (dp - delta[:, None])).to(pipe.k_smem[0].dtype)
+    ds = (p * (dp - delta[:, None])).to(pipe.k_smem.first.dtype)
     dq, dq_rest = add_product(ds, pipe.k_smem, k_at.slot, dq, dq_rest, C)
     pipe.k_ring.release(k_at)
     return dq, dq_rest, k_at.next(), v_at.next()
@@ -118,16 +119,16 @@ def store_gradient(dq, dq_rest, dq_desc, span, head, row, scale, pipe, WARPGROUP
     """Write dQ of 64 queries through the buffer that held Q."""
     D: gl.constexpr = C.D
     D_REST: gl.constexpr = C.D_REST
-    DTYPE: gl.constexpr = pipe.q_smem[0].dtype
-    pipe.q_smem[0].index(WARPGROUP).reshape([64, D]).store((dq * scale).to(DTYPE))
+    DTYPE: gl.constexpr = pipe.q_smem.first.dtype
+    pipe.q_smem.first.index(WARPGROUP).reshape([64, D]).store((dq * scale).to(DTYPE))
     if D_REST:
-        pipe.q_smem[1].index(WARPGROUP).reshape([64, D_REST]).store((dq_rest * scale).to(DTYPE))
+        pipe.q_smem.rest.index(WARPGROUP).reshape([64, D_REST]).store((dq_rest * scale).to(DTYPE))
     fence_async_shared()  # orders the stores above before TMA's reads below
     place = tile_at(span, head, row, 0, C.IS_VARLEN)
-    async_store(dq_desc[0], place, pipe.q_smem[0].index(WARPGROUP))
+    async_store(dq_desc.first, place, pipe.q_smem.first.index(WARPGROUP))
     if D_REST:
         place = tile_at(span, head, row, D, C.IS_VARLEN)
-        async_store(dq_desc[1], place, pipe.q_smem[1].index(WARPGROUP))
+        async_store(dq_desc.rest, place, pipe.q_smem.rest.index(WARPGROUP))
     tma.store_wait(0)
 
 
@@ -141,8 +142,8 @@ def consumer(
     D_REST: gl.constexpr = C.D_REST
     block, item, head, q_span, kv_span = own_tile(work_ptr, sizes, C.HAS_RIGHT, C)
     row = block * 128 + WARPGROUP * 64
-    seqlen_q = q_span[2]
-    seqlen_k = kv_span[2]
+    seqlen_q = q_span.length
+    seqlen_k = kv_span.length
     last, count = key_tiles(block, seqlen_q, seqlen_k, sizes, C)
     begin, end = whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C)
     lse, delta = load_statistics(stats_ptr, row_tile_of(item, q_span, sizes, C), row, seqlen_q, C)
@@ -181,8 +182,9 @@ def query_gradient_kernel(
     scale_log2, cap_scale, scale, sizes, C: gl.constexpr,
 ):  # fmt: skip
     """Write dQ of one (block of 128 queries, head); items are (batch, head) pairs."""
-    queries, douts, keys, values = (q_desc, q_rest), (dout_desc, dout_rest), (k_desc, k_rest), (v_desc, v_rest)
-    gradients = (dq_desc, dq_rest)
+    queries, douts = Parts(q_desc, q_rest), Parts(dout_desc, dout_rest)
+    keys, values = Parts(k_desc, k_rest), Parts(v_desc, v_rest)
+    gradients = Parts(dq_desc, dq_rest)
     q_smem = make_parts(queries, 2, 64, C.D, C.D_REST, C)
     dout_smem = make_parts(douts, 2, 64, C.DV, C.DV_REST, C)
     k_smem = make_parts(keys, C.NUM_STAGES, C.BLOCK_N, C.D, C.D_REST, C)

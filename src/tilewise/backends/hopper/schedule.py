@@ -20,6 +20,7 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.gpu.records import Span, Window
 from tilewise.backends.hopper.channels import make_mailbox, start
 
 # Words of a list entry and of the mailbox: tile number, block, head, sequence, first query row, query rows, first key
@@ -46,8 +47,7 @@ class Sizes(NamedTuple):
     num_tiles: int
     items_per_wave: int
     row_tiles: int
-    window_left: int
-    window_right: int
+    window: Window
 
 
 @gluon.jit
@@ -156,7 +156,8 @@ def listed_rows(tile, work_ptr):
     """(block, head, span of queries, number of keys) of a tile in a list with entries for every head."""
     WORDS: gl.constexpr = LIST_WORDS
     at = work_ptr + (tile + 1) * WORDS
-    return gl.load(at + 1), gl.load(at + 2), (gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)), gl.load(at + 7)
+    queries = Span(gl.load(at + 3), gl.load(at + 4), gl.load(at + 5))
+    return gl.load(at + 1), gl.load(at + 2), queries, gl.load(at + 7)
 
 
 @gluon.jit
@@ -173,15 +174,15 @@ def place_at(
 
 @gluon.jit
 def spans_at(item, tiles, at, sizes, NUM_WARPS: gl.constexpr, C: gl.constexpr):
-    """(head, queries, keys) of a tile: spans are (batch_idx, first packed row, length)."""
+    """(head, queries, keys) of a tile; the last two are Spans."""
     if C.IS_VARLEN:
         batch_idx = tiles.word(at, 3, NUM_WARPS)
-        queries = batch_idx, tiles.word(at, 4, NUM_WARPS), tiles.word(at, 5, NUM_WARPS)
-        return item, queries, (batch_idx, tiles.word(at, 6, NUM_WARPS), tiles.word(at, 7, NUM_WARPS))
+        queries = Span(batch_idx, tiles.word(at, 4, NUM_WARPS), tiles.word(at, 5, NUM_WARPS))
+        return item, queries, Span(batch_idx, tiles.word(at, 6, NUM_WARPS), tiles.word(at, 7, NUM_WARPS))
     else:
         batch_idx = tiles.word(at, 3, NUM_WARPS) if C.SENDS_PLACES else item // sizes.num_heads
         head = item - batch_idx * sizes.num_heads
-        return head, (batch_idx, 0, sizes.seqlen_q), (batch_idx, 0, sizes.seqlen_k)
+        return head, Span(batch_idx, 0, sizes.seqlen_q), Span(batch_idx, 0, sizes.seqlen_k)
 
 
 @gluon.jit
@@ -195,21 +196,21 @@ def own_tile(work_ptr, sizes, LAST_FIRST: gl.constexpr, C: gl.constexpr):
         entry, head = _place(gl.where(exists, tile, 0), max(num_entries, 1), sizes)
         at = work_ptr + (entry + 1) * WORDS
         batch_idx = gl.load(at + 3, mask=exists, other=0)
-        queries = batch_idx, gl.load(at + 4, mask=exists, other=0), gl.load(at + 5, mask=exists, other=0)
-        keys = batch_idx, gl.load(at + 6, mask=exists, other=0), gl.load(at + 7, mask=exists, other=0)
+        queries = Span(batch_idx, gl.load(at + 4, mask=exists, other=0), gl.load(at + 5, mask=exists, other=0))
+        keys = Span(batch_idx, gl.load(at + 6, mask=exists, other=0), gl.load(at + 7, mask=exists, other=0))
         return gl.load(at + 1, mask=exists, other=0), head, head, queries, keys
     else:
         block, item = place_of(tile, sizes, LAST_FIRST)
         batch_idx = item // sizes.num_heads
         head = item - batch_idx * sizes.num_heads
-        return block, item, head, (batch_idx, 0, sizes.seqlen_q), (batch_idx, 0, sizes.seqlen_k)
+        return block, item, head, Span(batch_idx, 0, sizes.seqlen_q), Span(batch_idx, 0, sizes.seqlen_k)
 
 
 @gluon.jit
 def row_tile_of(item, q_span, sizes, C: gl.constexpr):
     """Index of the first row-statistics tile of a query item; every packed sequence starts on a tile of its own."""
     if C.IS_VARLEN:
-        return item * sizes.row_tiles + q_span[1] // C.BLOCK_M + q_span[0]
+        return item * sizes.row_tiles + q_span.start // C.BLOCK_M + q_span.sequence
     elif C.IS_LISTED:  # whole tiles of the mask
         return item * (gl.cdiv(sizes.seqlen_q, 128) * (128 // C.BLOCK_M))
     else:  # equals item * sizes.row_tiles, but the hot loops of the backward spill less with this expression
@@ -222,7 +223,7 @@ def right_of(sizes, C: gl.constexpr):
     if C.IS_CAUSAL:
         return 0
     else:
-        return sizes.window_right
+        return sizes.window.right
 
 
 @gluon.jit
@@ -239,7 +240,7 @@ def key_tiles(block, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
             stop = min(stop, gl.cdiv(edge, C.BLOCK_N))
         stop = max(stop, 1)
     if C.HAS_LEFT:
-        begin = max(block * BLOCK_M + (seqlen_k - seqlen_q) - sizes.window_left, 0) // C.BLOCK_N
+        begin = max(block * BLOCK_M + (seqlen_k - seqlen_q) - sizes.window.left, 0) // C.BLOCK_N
         return stop - 1, max(stop - begin, 1)
     else:
         return stop - 1, stop
@@ -268,7 +269,7 @@ def whole_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr, SE
         begin = min(max(last + 1 - whole, 1), count)
     if C.HAS_LEFT:
         # Tile j is whole on the left iff j * BLOCK_N >= row + 63 + diagonal - window_left.
-        first = gl.cdiv(max(row + 63 + seqlen_k - seqlen_q - sizes.window_left, 0), C.BLOCK_N)
+        first = gl.cdiv(max(row + 63 + seqlen_k - seqlen_q - sizes.window.left, 0), C.BLOCK_N)
         end = min(max(last + 1 - first, begin), count)
     return begin, end
 
@@ -291,7 +292,7 @@ def seen_tiles(row, last, count, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
         hidden = min(max(last + 1 - seen, 0), count)
     begin = min(max(last + 1 - whole, hidden + FIRST_MASKED), count)
     if C.HAS_LEFT:
-        first = gl.cdiv(max(row + 63 + seqlen_k - seqlen_q - sizes.window_left, 0), C.BLOCK_N)
+        first = gl.cdiv(max(row + 63 + seqlen_k - seqlen_q - sizes.window.left, 0), C.BLOCK_N)
         end = min(max(last + 1 - first, begin), count)
     return hidden, begin, end
 
@@ -336,7 +337,7 @@ def query_tiles(first, seqlen_q, seqlen_k, sizes, C: gl.constexpr):
     if C.HAS_RIGHT:
         begin = min(max(first - (seqlen_k - seqlen_q) - right_of(sizes, C), 0) // C.BLOCK_M, end)
     if C.HAS_LEFT:
-        last = first + (C.BLOCK_N - 1) - (seqlen_k - seqlen_q) + sizes.window_left
+        last = first + (C.BLOCK_N - 1) - (seqlen_k - seqlen_q) + sizes.window.left
         end = max(min(end, gl.cdiv(max(last + 1, 0), C.BLOCK_M)), begin)
     return begin, end
 
@@ -359,7 +360,7 @@ def whole_query_tiles(first, lo, hi, seqlen_q, seqlen_k, sizes, C: gl.constexpr)
         begin = min(max(gl.cdiv(edge, C.BLOCK_M), lo), hi)
     if C.HAS_LEFT:
         # Tile m is whole on the left iff first >= m * BLOCK_M + BLOCK_M - 1 + diagonal - window_left.
-        edge = max(first - (seqlen_k - seqlen_q) + sizes.window_left + 1, 0)
+        edge = max(first - (seqlen_k - seqlen_q) + sizes.window.left + 1, 0)
         end = min(max(edge // C.BLOCK_M, begin), hi)
     if not C.EVEN_K:
         begin = gl.where(first + C.BLOCK_N > seqlen_k, hi, begin)

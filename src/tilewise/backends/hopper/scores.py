@@ -80,7 +80,7 @@ def mask_scores(scores, row, n_block, seqlen_q, seqlen_k, sizes, C: gl.constexpr
     else:
         scores = gl.where((cols < seqlen_k - col)[None, :], scores, NEG_INF)
     if C.HAS_LEFT:
-        first = rows + (row + seqlen_k - seqlen_q - sizes.window_left - col)
+        first = rows + (row + seqlen_k - seqlen_q - sizes.window.left - col)
         scores = gl.where(cols[None, :] >= first[:, None], scores, NEG_INF)
     return scores
 

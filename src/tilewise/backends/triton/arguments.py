@@ -6,21 +6,22 @@ multiples of 16 bytes), and whether the columns of a bias, mask or statistic are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from tilewise.backends.gpu.arguments import Views, lengths_of, paging_of, scales_of, single_address
 from tilewise.backends.gpu.launching import View
+from tilewise.backends.gpu.records import Grid, Rows, Terms
 from tilewise.backends.gpu.symbols import ALIGNMENT, Address, Fixed, Multiple, Tile
 from tilewise.backends.gpu.work_list import heads_per_wave, list_size, listed_parts, most_blocks, rows_together
 from tilewise.backends.triton.configs import Config, Pass
-from tilewise.backends.triton.planning import Box, Grid4, Lengths, Listed, Plan, Rows, Tail
+from tilewise.backends.triton.planning import Listed, Plan, Tail
 from tilewise.backends.triton.primitives import ROWS_APART
 from tilewise.problem import AttentionProblem
 from tilewise.tiles import sections
 
-Views = Mapping[str, View]
 # The dimensions whose strides are those of (sequence, head, token); None stands for a stride of 0.
 Dims = tuple[int | None, int | None, int | None]
 DENSE: Dims = (0, 1, 2)
@@ -149,15 +150,6 @@ def workspace_rows(plan: Plan, index: int, *, packed: bool | None = None) -> tup
     return Rows(address, *strides), count
 
 
-def key_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of K and V, or None for both."""
-    problem = plan.problem
-    on = config.descriptors and problem.kind != "paged"
-    rows = problem.seqlen_k if problem.kind == "dense" else problem.total_k
-    dims = {"k": (problem.head_dim, plan.traits.BLOCK_D), "v": (problem.head_dim_v, plan.traits.BLOCK_DV)}
-    return _descriptors(plan, arguments, dims, problem.num_kv_heads, rows, config.block_n, on)
-
-
 def box_descriptors(
     plan: Plan,
     arguments: dict[str, Any],
@@ -173,7 +165,9 @@ def box_descriptors(
     """
     problem, traits, packed = plan.problem, plan.traits, plan.traits.PACKED_Q
     nothing: dict[str, Any] = dict.fromkeys(f"{name}_desc" for name in (*queries, *keys))
-    if not config.boxes or problem.kind == "paged" or problem.fp8 or not (plan.is_unpadded or pads):
+    # Pages have no boxes of rows, nor do single tokens.
+    in_rows = problem.kind != "paged" or (packed and not keys)
+    if not config.boxes or not in_rows or problem.fp8 or not (plan.is_unpadded or pads):
         return nothing
     found: dict[str, Tile | None] = {}
     for name in (*queries, *keys):
@@ -218,38 +212,25 @@ def packed_box_of(rows: Rows, heads: int, num_rows: int, block: tuple[int, int],
     return Tile(rows.ptr, (apart + 1, num_rows + 1, heads, apart, dim), strides, (1, *box.block))
 
 
-def page_matrix(problem: AttentionProblem, rows: Rows, block: int, dim: int) -> tuple[Tile, int] | None:
-    """All pages as one matrix, heads side by side, and its rows per page. None if TMA cannot address it."""
-    if not rows.ptr.aligned or problem.page_size is None:
+def page_box(problem: AttentionProblem, rows: Rows, block: int, dim: int, width: int | None = None) -> Tile | None:
+    """Pages as a (pages, heads, rows of a page, columns) tensor map, if each holds whole tiles and TMA can address it.
+    Tiles have `width` of the `dim` columns; None: all.
+    """
+    if problem.page_size is None or problem.page_size % block:
         return None
-    page, head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
-    if row <= 0 or page % row or head * (problem.num_kv_heads - 1) + dim > row:
-        return None
-    per_page = page // row
-    height = (problem.total_k // problem.page_size - 1) * per_page + problem.page_size
-    return (Tile(rows.ptr, (height, row), (row, 1), (block, dim)), per_page) if height < 2**31 else None
+    pages = problem.total_k // problem.page_size
+    return box_of(rows, pages, problem.num_kv_heads, problem.page_size, (block, width or dim), dim)
 
 
-def part_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of both parts of K in pages (see Traits.BLOCK_TAIL), and its rows per page; None without."""
+def part_boxes(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Boxes of both parts of K in pages (see Traits.BLOCK_TAIL); None without."""
     problem, traits = plan.problem, plan.traits
-    parts = (traits.FIRST_DIM, problem.head_dim - traits.FIRST_DIM)
-    on = config.descriptors and plan.device.has_tma and parts == (traits.BLOCK_D, traits.BLOCK_TAIL)
-    found = []
-    if on and problem.page_size is not None and problem.page_size % config.block_n == 0:
-        found = [page_matrix(problem, arguments["k"], config.block_n, dim) for dim in parts]
-    if not found or found[0] is None or found[1] is None:
-        return {"k_desc": None, "tail_desc": None, "page_rows": 0}
-    return {"k_desc": found[0][0], "tail_desc": found[1][0], "page_rows": found[0][1]}
-
-
-def query_descriptors(plan: Plan, arguments: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of q and dout, or None for both."""
-    problem = plan.problem
-    on = config.descriptors and (problem.kind == "dense" or plan.traits.PACKED_Q)
-    rows = problem.seqlen_q if problem.kind == "dense" else problem.total_q
-    dims = {"q": (problem.head_dim, plan.traits.BLOCK_D), "dout": (problem.head_dim_v, plan.traits.BLOCK_DV)}
-    return _descriptors(plan, arguments, dims, problem.num_heads, rows, config.block_m, on)
+    whole = (traits.FIRST_DIM, problem.head_dim - traits.FIRST_DIM) == (traits.BLOCK_D, traits.BLOCK_TAIL)
+    found: list[Tile | None] = [None, None]
+    if config.boxes and whole:
+        widths = (traits.BLOCK_D, traits.BLOCK_TAIL)
+        found = [page_box(problem, arguments["k"], config.block_n, problem.head_dim, width) for width in widths]
+    return {"k_desc": found[0], "tail_desc": found[1]}
 
 
 def stat_descriptors(plan: Plan, config: Config, passes: Passes = ONCE) -> dict[str, Any]:
@@ -262,7 +243,7 @@ def stat_descriptors(plan: Plan, config: Config, passes: Passes = ONCE) -> dict[
     masked = traits.HAS_LEFT or traits.HAS_RIGHT or plan.problem.tiles_shape is not None
     pays = masked or max(traits.BLOCK_D, traits.BLOCK_DV) <= 64
     whole = plan.problem.kind == "dense" or traits.PACKED_Q
-    on = (config.descriptors or config.boxes) and pays and whole and count < 2**31
+    on = config.boxes and pays and whole and count < 2**31
     return {
         f"{name}_desc": Tile(workspace_rows(plan, i)[0].ptr, (count,), (1,), (config.block_m,)) if on else None
         for i, name in enumerate(statistics)
@@ -275,70 +256,30 @@ def stat_arguments(plan: Plan, passes: Passes = ONCE, *, packed: bool | None = N
     return {arg: workspace_rows(plan, i, packed=packed)[0] for i, arg in enumerate(("lse_unit", *names[1:]))}
 
 
-def _descriptors(
-    plan: Plan,
-    arguments: dict[str, Any],
-    dims: dict[str, tuple[int, int]],
-    heads: int,
-    num_rows: int,
-    block: int,
-    on: bool,
-) -> dict[str, Any]:
-    """Both or neither, to compile fewer variants. `dims` are the head dim and the tile's width."""
-    on = on and all(dim == width for dim, width in dims.values())
-    found = {n: matrix_of(plan, arguments[n], heads, num_rows, block, d) for n, (d, _) in dims.items()} if on else {}
-    result: dict[str, Any] = {}
-    for name in dims:
-        pair = found.get(name) if None not in found.values() else None
-        result[f"{name}_desc"], result[f"{name}_box"] = pair or (None, None)
-    return result
-
-
-def matrix_of(plan: Plan, rows: Rows, heads: int, num_rows: int, block: int, dim: int) -> tuple[Tile, Box] | None:
-    """The rows viewed as one matrix, if they have a single row stride and TMA's alignment."""
-    if not rows.ptr.aligned:
-        return None
-    per_batch, per_head, row = (stride.value for stride in (rows.stride_batch, rows.stride_head, rows.stride_row))
-    if row < dim or per_batch % row:
-        return None
-    if per_head % row == 0:
-        box, width = Box(per_batch // row, per_head // row, 0), dim
-    elif per_head * (heads - 1) + dim <= row:
-        box, width = Box(per_batch // row, 0, per_head), row
-    else:
-        return None
-    height = (plan.problem.batch - 1) * box.rows_per_batch + (heads - 1) * box.rows_per_head + num_rows
-    if num_rows == 0 or height >= 2**31:
-        return None
-    return Tile(rows.ptr, (height, width), (row, 1), (block, dim)), box
-
-
 def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
     """Arguments of every kernel that computes scores."""
     problem = plan.problem
-    slopes, table = views.get("alibi_slopes"), views.get("block_table")
+    slopes = views.get("alibi_slopes")
     return {
         "q": query_rows(plan, "q", views["q"]),
         "k": key_rows(problem, "k", views["k"]),
         "v": key_rows(problem, "v", views["v"]),
-        "bias": grid_argument(views, "bias"),
-        "mask": grid_argument(views, "mask"),
+        "terms": Terms(
+            bias=grid_argument(views, "bias"),
+            mask=grid_argument(views, "mask"),
+            alibi_slopes=None
+            if slopes is None
+            else Rows(single_address(views, "alibi_slopes"), slopes.strides[0], slopes.strides[1], 0),
+            seed=single_address(views, "seed") if problem.dropout > 0.0 else None,
+        ),
         "tile_map": grid_argument(views, "tiles"),
         "tile_bits": single_address(views, "tile_bits"),
         **_list_rows(problem),
-        "alibi_slopes": None
-        if slopes is None
-        else Rows(single_address(views, "alibi_slopes"), slopes.strides[0], slopes.strides[1], 0),
-        "seed_ptr": single_address(views, "seed") if problem.dropout > 0.0 else None,
-        "lengths": Lengths(
-            single_address(views, "cu_seqlens_q"),
-            single_address(views, "cu_seqlens_k"),
-            single_address(views, "block_table"),
-            single_address(views, "seqlens_k"),
-            None if table is None else table.strides[0],
-        ),
+        "scales": scales_of(problem, views),
+        "lengths": lengths_of(views),
+        "paging": paging_of(views),
         "sizes": plan.sizes,
-        "band": plan.band,
+        "window": plan.window,
         "scalars": plan.scalars,
         "T": plan.traits,
     }
@@ -361,21 +302,7 @@ def _list_rows(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def scale_arguments(views: Views) -> dict[str, Any]:
-    """The scales of 8-bit operands as rows of (sequence or page, head, block). None without scales."""
-    found: dict[str, Any] = {}
-    for name in ("q_scale", "k_scale", "v_scale"):
-        address = single_address(views, name)
-        found[name] = None if address is None else Rows(address, *views[name].strides)
-    return found
-
-
-def single_address(views: Views, name: str) -> Address | None:
-    """A tensor that is read one element at a time, so its alignment does not matter."""
-    return Address(name, views[name].dtype, aligned=False) if name in views else None
-
-
-def grid_argument(views: Views, name: str) -> Grid4 | None:
+def grid_argument(views: Views, name: str) -> Grid | None:
     """A bias, its tangent or a mask; None without one."""
     view = views.get(name)
     if view is None:
@@ -385,8 +312,8 @@ def grid_argument(views: Views, name: str) -> Grid4 | None:
     batch, head, row, column = view.strides
     last: Any = Fixed(column) if column in (0, 1) else column
     if not view.aligned or any(stride % unit for stride in (batch, head, row)):
-        return Grid4(Address(name, dtype, aligned=False), batch, head, row, last)
-    return Grid4(Address(name, dtype), Multiple(batch, unit), Multiple(head, unit), Multiple(row, unit), last)
+        return Grid(Address(name, dtype, aligned=False), batch, head, row, last)
+    return Grid(Address(name, dtype), Multiple(batch, unit), Multiple(head, unit), Multiple(row, unit), last)
 
 
 def is_listed(plan: Plan, direction: Pass) -> bool:

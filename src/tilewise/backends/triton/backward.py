@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends.gpu.records import BiasTile, KeyTile, QueryTile, Repetitions, Source, Stretch
 from tilewise.backends.gpu.work_list import clear_rows, list_blocks, listed_item
 from tilewise.backends.triton.listed import (
     are_seen,
@@ -44,11 +45,13 @@ from tilewise.backends.triton.primitives import (
     NEG_INF,
     STAT_TILE,
     around_gap,
+    box_place,
     dot,
     dot_add,
     dropout_keep,
     head_base,
     keep_in_band,
+    key_base,
     key_pages,
     key_range,
     key_span,
@@ -57,14 +60,13 @@ from tilewise.backends.triton.primitives import (
     load_rows,
     lse_in_log2,
     natural_scores,
-    page_base,
+    page_table,
     query_range,
     query_span,
     score_terms,
     sequence_of,
     stat_base,
     store_rows,
-    tile_origin,
     work_item,
     zeros,
 )
@@ -80,7 +82,7 @@ def probability(scores, lse_rows, scalars, T: tl.constexpr):
 
 @triton.jit
 def probabilities(
-    dots, lse_rows, m_idx, n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE: tl.constexpr, T: tl.constexpr
+    dots, lse_rows, m_idx, n_idx, row_terms, scalars, window, seqlen_q, seqlen_k, EDGE: tl.constexpr, T: tl.constexpr
 ):
     """(p, capped) of a tile in either orientation: probabilities before dropout, and the scores right after the
     softcap.
@@ -89,34 +91,35 @@ def probabilities(
     """
     scores, capped = dots, dots
     if T.TRANSFORMED:
-        scores, capped = natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
+        scores, capped = natural_scores(dots, m_idx, n_idx, row_terms, scalars, seqlen_q, seqlen_k, EDGE, T)
     p = probability(scores, lse_rows, scalars, T)
     if EDGE:
-        p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+        p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, window, T), p, 0.0)
     return p, capped
 
 
 @triton.jit
 def mask_outside(
-    p, first, full_begin, full_end, m_idx, n_idx, band, seqlen_q, seqlen_k, RAGGED: tl.constexpr, T: tl.constexpr
+    p, first, full_begin, full_end, m_idx, n_idx, window, seqlen_q, seqlen_k, RAGGED: tl.constexpr, T: tl.constexpr
 ):
     """P of a tile in a loop whose part from full_begin to full_end needs no mask: one branch per tile. RAGGED: the last
     tile may lack keys.
     """
     if T.HAS_LEFT or T.HAS_RIGHT or RAGGED:
         if (first < full_begin) | (first >= full_end):
-            p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T), p, 0.0)
+            p = tl.where(keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, window, T), p, 0.0)
     return p
 
 
 @triton.jit
 def loop_bounds(begin, full_begin, full_end, end, whole, JOINED: tl.constexpr):
-    """((begin, end), (begin, gap_begin, gap_end, end)) of a kernel's two loops. JOINED: tiles below `whole`, where all
-    rows and keys exist, then the rest. Otherwise: tiles that need no mask, then those on either side of them.
+    """The Stretches of a kernel's two loops. JOINED: tiles below `whole`, where all rows and keys exist, then the rest.
+    Otherwise: tiles that need no mask, then those on either side of them.
     """
     if JOINED:
-        return (begin, tl.minimum(end, whole)), (tl.maximum(begin, whole), end, end, end)
-    return (full_begin, full_end), (begin, full_begin, full_end, end)
+        stop = tl.minimum(end, whole)
+        return Stretch(begin, stop, stop, stop), Stretch(tl.maximum(begin, whole), end, end, end)
+    return Stretch(full_begin, full_end, full_end, full_end), Stretch(begin, full_begin, full_end, end)
 
 
 @triton.jit
@@ -127,7 +130,7 @@ def listed_bounds(entries, begin, end, length, BLOCK: tl.constexpr, BANDED: tl.c
     if length % BLOCK != 0:
         whole = tl.minimum(blocks_before(entries, length // BLOCK * BLOCK, BLOCK), upper)
     whole = tl.maximum(whole, lower)
-    return (lower, whole), (whole, upper, upper, upper)
+    return Stretch(lower, whole, whole, whole), Stretch(whole, upper, upper, upper)
 
 
 @triton.jit
@@ -221,8 +224,8 @@ def load_stats(
 
 @triton.jit
 def key_gradient_loop(
-    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
-    alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, begin, gap_begin, gap_end, end,
+    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta,
+    terms, place, scalars, window, seqlen_q, seqlen_k, stretch,
     full_begin, full_end, entries, bits,
     EDGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr,
     DP_FIRST: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
@@ -235,6 +238,7 @@ def key_gradient_loop(
     Works on transposed scores (keys are rows). One loop runs over heads and tiles, because ptxas serialises wgmma in
     nested loops.
     """
+    begin, gap_begin, gap_end, end = stretch
     STAGES: tl.constexpr = 1 if EDGE and JOINED else None
     STEP: tl.constexpr = BLOCK_M if entries is None else 1
     n_first, first_head, batch_idx, q_start = place
@@ -250,16 +254,20 @@ def key_gradient_loop(
             if entries is None:
                 first = around_gap(position, gap_begin, gap_end, EDGE and not JOINED)
             m_row = first + tl.arange(0, BLOCK_M)
-            q_row, q_col = tile_origin(q_desc, q_box, batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
-            dout_row, dout_col = tile_origin(dout_desc, dout_box, batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
-            q_source = (q, head_base(q, batch_idx, head, q_start, T.PACKED_Q), q_desc, q_row, q_col)
-            dout_source = (dout, head_base(dout, batch_idx, head, q_start, T.PACKED_Q), dout_desc, dout_row, dout_col)
             if OF_K and DP_FIRST:
-                dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+                dout_tile = load_queries(
+                    dout, dout_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV,
+                    T
+                )  # fmt: skip
                 dp = dot(v_tile, tl.trans(dout_tile), T)
-            q_tile = load_queries(q_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+            q_tile = load_queries(
+                q, q_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+            )
             if not (OF_K and DP_FIRST):
-                dout_tile = load_queries(dout_source, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+                dout_tile = load_queries(
+                    dout, dout_desc, batch_idx, head, q_start, first, seqlen_q, EDGE, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV,
+                    T
+                )  # fmt: skip
             if lse_desc is not None:
                 lse_tile = described_stat(lse_desc, lse_unit, batch_idx, head, q_start, first, T)
                 delta_tile = described_stat(delta_desc, delta, batch_idx, head, q_start, first, T)
@@ -267,19 +275,19 @@ def key_gradient_loop(
                 lse_tile, delta_tile = load_stats(
                     lse_unit, delta, first, batch_idx, head, q_start, seqlen_q, EDGE, BLOCK_M, T
                 )
-            terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_row[None, :], seqlen_q, T)
+            row_terms = score_terms(terms, batch_idx, head, m_row[None, :], seqlen_q, T)
             dots = dot(k_tile, tl.trans(q_tile), T)
             if OF_K and EARLY_DP and not DP_FIRST:
                 dp = dot(v_tile, tl.trans(dout_tile), T)
             # A bias is read with its key bound checked: the last key tile may be incomplete even where no score is
             # masked.
             p, capped = probabilities(
-                dots, lse_tile[None, :], m_row[None, :], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or
+                dots, lse_tile[None, :], m_row[None, :], n_idx, row_terms, scalars, window, seqlen_q, seqlen_k, EDGE or
                 T.HAS_BIAS or T.HAS_MASK, T
             )  # fmt: skip
             if JOINED and not EDGE:
                 p = mask_outside(
-                    p, first, full_begin, full_end, m_row[None, :], n_idx, band, seqlen_q, seqlen_k, False, T
+                    p, first, full_begin, full_end, m_row[None, :], n_idx, window, seqlen_q, seqlen_k, False, T
                 )
             if entries is not None:
                 if kind >= 0:
@@ -287,7 +295,9 @@ def key_gradient_loop(
             keep = True
             kept = p
             if T.HAS_DROPOUT:
-                keep = tl.trans(dropout_keep(terms[5], m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T))
+                keep = tl.trans(
+                    dropout_keep(row_terms.seed, m_row, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+                )
                 kept = tl.where(keep, p * scalars.keep_scale, 0.0)
             if OF_V:
                 dv = dot_add(as_operand(kept, step < upper, dout_tile.dtype, SPLIT), dout_tile, dv, T)
@@ -304,14 +314,14 @@ def key_gradient_loop(
 
 @triton.jit
 def key_gradient_loops(
-    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
-    alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, lists, bits,
+    dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta,
+    terms, place, scalars, window, seqlen_q, seqlen_k, lists, bits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, EARLY_DP: tl.constexpr, DP_FIRST: tl.constexpr,
     SPLIT: tl.constexpr, JOINED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of all queries of HEADS heads to dK and dV."""
     n_first, first_head, batch_idx, _ = place
-    begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    begin, full_begin, full_end, end = query_range(n_first, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, T)
     entries = None
     if lists is None:
         whole = seqlen_q // BLOCK_M * BLOCK_M
@@ -319,29 +329,27 @@ def key_gradient_loops(
     else:
         entries = list_of(lists, batch_idx, first_head, n_first)
         inner, outer = listed_bounds(entries, begin, end, seqlen_q, BLOCK_M, T.HAS_LEFT or T.HAS_RIGHT)
-    BOXED: tl.constexpr = q_desc is not None and q_box is None
+    BOXED: tl.constexpr = q_desc is not None
     if BOXED:  # missing rows are zeros with an lse of +inf: one loop takes all tiles
-        inner = (inner[0], outer[3])
+        inner = Stretch(inner.begin, outer.end, outer.end, outer.end)
     dk, dv = key_gradient_loop(
-        dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
-        alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, inner[0], inner[1], inner[1],
-        inner[1], full_begin, full_end, entries, bits, False, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, DP_FIRST, SPLIT,
-        JOINED, OF_K, OF_V, T
+        dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta, terms, place,
+        scalars, window, seqlen_q, seqlen_k, inner, full_begin, full_end, entries, bits, False, BLOCK_M, BLOCK_N, HEADS,
+        EARLY_DP, DP_FIRST, SPLIT, JOINED, OF_K, OF_V, T
     )  # fmt: skip
     if not BOXED:
         dk, dv = key_gradient_loop(
-            dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta,
-            alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, outer[0], outer[1], outer[2],
-            outer[3], full_begin, full_end, entries, bits, True, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, DP_FIRST, SPLIT,
-            JOINED, OF_K, OF_V, T
+            dk, dv, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta, terms, place,
+            scalars, window, seqlen_q, seqlen_k, outer, full_begin, full_end, entries, bits, True, BLOCK_M, BLOCK_N,
+            HEADS, EARLY_DP, DP_FIRST, SPLIT, JOINED, OF_K, OF_V, T
         )  # fmt: skip
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+@triton.jit(do_not_specialize=["sizes", "window", "scalars"])
 def key_gradient_kernel(
-    q, k, v, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit, delta, dk, dv, bias, mask,
-    tile_columns, tile_bits, alibi_slopes, seed_ptr, lengths, work, sizes, band, scalars,
+    q, k, v, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit, delta, dk, dv, terms, tile_columns, tile_bits,
+    lengths, paging, work, sizes, window, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_DP: tl.constexpr, DP_FIRST: tl.constexpr,
     SPLIT: tl.constexpr, JOINED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
 ):  # fmt: skip
@@ -369,16 +377,9 @@ def key_gradient_kernel(
     n_first = block * BLOCK_N
     if n_first >= seqlen_k:
         return
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_source = (k, k_base, table, None, 0, 0, 0)
-    v_source = (v, v_base, table, None, 0, 0, 0)
+    table = page_table(paging, batch_idx, T)
+    k_source = Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, None, None, 0)
+    v_source = Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, None, None, 0)
     pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
     k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
@@ -387,10 +388,10 @@ def key_gradient_kernel(
     # One loop takes all heads of a group, unless each has its own tiles.
     HEADS: tl.constexpr = 1 if T.OWN_LISTS else T.GROUP_SIZE
     for member in tl.range(0, T.GROUP_SIZE // HEADS):
-        place = (n_first, kv_head * T.GROUP_SIZE + member, batch_idx, q_start)
+        place = KeyTile(n_first, kv_head * T.GROUP_SIZE + member, batch_idx, q_start)
         dk_acc, dv_acc = key_gradient_loops(
-            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, q_box, dout_box, lse_desc, delta_desc, lse_unit,
-            delta, alibi_slopes, bias, mask, seed_ptr, place, scalars, band, seqlen_q, seqlen_k, tile_columns,
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, q_desc, dout_desc, lse_desc, delta_desc, lse_unit,
+            delta, terms, place, scalars, window, seqlen_q, seqlen_k, tile_columns,
             tile_bits, BLOCK_M, BLOCK_N, HEADS, EARLY_DP, DP_FIRST, SPLIT, JOINED, OF_K, OF_V, T
         )  # fmt: skip
     dk_base = head_base(dk, batch_idx, kv_head, k_start, T.PACKED_K)
@@ -403,16 +404,17 @@ def key_gradient_kernel(
 
 @triton.jit
 def query_gradient_loop(
-    dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-    begin, gap_begin, gap_end, end, full_begin, full_end, entries, bits,
+    dq, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, row_terms, scalars, window, seqlen_q,
+    seqlen_k, stretch, full_begin, full_end, entries, bits,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, DP_FIRST: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of the keys begin..gap_begin and gap_end..end to dQ; see key_gradient_loop."""
+    begin, gap_begin, gap_end, end = stretch
     STEP: tl.constexpr = BLOCK_N if entries is None else 1
     STAGES: tl.constexpr = 1 if EDGE and JOINED else None
-    BOXED: tl.constexpr = False if k_source[3] is None else len(k_source[3].block_shape) > 2
-    m_idx, head, batch_idx = place
+    BOXED: tl.constexpr = k_source.box is not None
+    _m_first, m_idx, head, batch_idx = place
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     stop = loop_end(gap_begin, gap_end, end, EDGE, JOINED)
     if begin < stop:
@@ -436,19 +438,19 @@ def query_gradient_loop(
             if not DP_FIRST:
                 dp = dot(dout_tile, tl.trans(v_tile), T)
             p, capped = probabilities(
-                dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, EDGE or
+                dots, lse_tile[:, None], m_idx[:, None], n_idx, row_terms, scalars, window, seqlen_q, seqlen_k, EDGE or
                 (BOXED and (T.HAS_BIAS or T.HAS_MASK)), T
             )  # fmt: skip
             if JOINED and not EDGE:
                 p = mask_outside(
-                    p, first, full_begin, full_end, m_idx[:, None], n_idx, band, seqlen_q, seqlen_k, BOXED, T
+                    p, first, full_begin, full_end, m_idx[:, None], n_idx, window, seqlen_q, seqlen_k, BOXED, T
                 )
             if entries is not None:
                 if kind >= 0:
                     p = tl.where(are_seen(bits, kind, m_idx[:, None], first, BLOCK_N), p, 0.0)
             keep = True
             if T.HAS_DROPOUT:
-                keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+                keep = dropout_keep(row_terms.seed, m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
             _, ds = score_gradient(p, dp, capped, delta_tile[:, None], keep, scalars, T)
             dq = dot_add(as_operand(ds, position < stop, k_tile.dtype, SPLIT), k_tile, dq, T)
             if entries is not None:
@@ -460,10 +462,10 @@ def query_gradient_loop(
     return dq
 
 
-@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+@triton.jit(do_not_specialize=["sizes", "window", "scalars"])
 def query_gradient_kernel(
-    q, k, v, dout, k_desc, v_desc, k_box, v_box, lse_unit, delta, dq, bias, mask, tile_rows, tile_bits, alibi_slopes,
-    seed_ptr, lengths, work, sizes, band, scalars,
+    q, k, v, dout, k_desc, v_desc, lse_unit, delta, dq, terms, tile_rows, tile_bits, lengths, paging, work, sizes,
+    window, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DP_FIRST: tl.constexpr, SPLIT: tl.constexpr,
     JOINED: tl.constexpr,
 ):  # fmt: skip
@@ -487,28 +489,20 @@ def query_gradient_kernel(
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_row, k_col = tile_origin(k_desc, k_box, batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
-    v_row, v_col = tile_origin(v_desc, v_box, batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
-    k_source = (k, k_base, table, k_desc, k_row, k_col, 0)
-    v_source = (v, v_base, table, v_desc, v_row, v_col, 0)
-    q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
-    dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
-    q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-    dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
+    table = page_table(paging, batch_idx, T)
+    key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
+    k_source = Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, k_desc, key_place, 0)
+    v_source = Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, v_desc, key_place, 0)
+    q_tile = load_queries(q, None, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T)
+    dout_tile = load_queries(
+        dout, None, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
+    )
     lse_tile, delta_tile = load_stats(lse_unit, delta, m_first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T)
-    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
-    place = (m_idx, head, batch_idx)
+    row_terms = score_terms(terms, batch_idx, head, m_idx[:, None], seqlen_q, T)
+    place = QueryTile(m_first, m_idx, head, batch_idx)
     acc = zeros(BLOCK_M, T.BLOCK_D)
 
-    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, T)
     entries = None
     if tile_rows is None:
         whole = seqlen_k // BLOCK_N * BLOCK_N
@@ -516,19 +510,19 @@ def query_gradient_kernel(
     else:
         entries = list_of(tile_rows, batch_idx, head, m_first)
         inner, outer = listed_bounds(entries, begin, end, seqlen_k, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
-    BOXED: tl.constexpr = k_desc is not None and k_box is None
+    BOXED: tl.constexpr = k_desc is not None
     if BOXED:  # one loop takes all tiles, and masks missing keys
-        inner = (inner[0], outer[3])
+        inner = Stretch(inner.begin, outer.end, outer.end, outer.end)
     acc = query_gradient_loop(
-        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-        seqlen_k, inner[0], inner[1], inner[1], inner[1], full_begin, full_end, entries, tile_bits, False, BLOCK_N,
+        acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, row_terms, scalars, window, seqlen_q,
+        seqlen_k, inner, full_begin, full_end, entries, tile_bits, False, BLOCK_N,
         DP_FIRST, SPLIT, JOINED, T
     )  # fmt: skip
     if not BOXED:
         acc = query_gradient_loop(
-            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, terms, scalars, band, seqlen_q,
-            seqlen_k, outer[0], outer[1], outer[2], outer[3], full_begin, full_end, entries, tile_bits, True, BLOCK_N,
-            DP_FIRST, SPLIT, JOINED, T
+            acc, q_tile, dout_tile, lse_tile, delta_tile, k_source, v_source, place, row_terms, scalars, window,
+            seqlen_q, seqlen_k, outer, full_begin, full_end, entries, tile_bits, True,
+            BLOCK_N, DP_FIRST, SPLIT, JOINED, T
         )  # fmt: skip
     store_rows(
         acc * scalars.scale,
@@ -624,22 +618,22 @@ def row_stats_kernel(
 
 @triton.jit
 def tile_is_seen(
-    m_first, n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
+    m_first, n_first, seqlen_q, seqlen_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
 ):
     """Whether some query of the tile sees some of its keys."""
     m_last = tl.minimum(m_first + BLOCK_M, seqlen_q) - 1
     n_last = tl.minimum(n_first + BLOCK_N, seqlen_k) - 1
     seen = (m_first <= m_last) & (n_first <= n_last)
     if T.HAS_RIGHT:
-        seen = seen & (n_first <= m_last + seqlen_k - seqlen_q + band.right)
+        seen = seen & (n_first <= m_last + seqlen_k - seqlen_q + window.right)
     if T.HAS_LEFT:
-        seen = seen & (n_last >= m_first + seqlen_k - seqlen_q - band.left)
+        seen = seen & (n_last >= m_first + seqlen_k - seqlen_q - window.left)
     return seen
 
 
 @triton.jit
 def tile_score_gradient(
-    q, k, v, dout, lse_unit, delta, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, band, scalars,
+    q, k, v, dout, lse_unit, delta, terms, tile_map, tile_bits, paging, window, scalars,
     batch_idx, head,
     m_first, n_first, q_start, seqlen_q, k_start, seqlen_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
@@ -648,32 +642,25 @@ def tile_score_gradient(
     m_idx = m_first + tl.arange(0, BLOCK_M)
     n_idx = (n_first + tl.arange(0, BLOCK_N))[None, :]
     kv_head = head // T.GROUP_SIZE
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
-    dout_base = head_base(dout, batch_idx, head, q_start, T.PACKED_Q)
-    q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
-    dout_tile = load_rows(dout_base, dout.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV)
-    k_source = (k, k_base, table, None, 0, 0, 0)
-    v_source = (v, v_base, table, None, 0, 0, 0)
+    table = page_table(paging, batch_idx, T)
+    q_tile = load_queries(q, None, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T)
+    dout_tile = load_queries(
+        dout, None, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
+    )
+    k_source = Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, None, None, 0)
+    v_source = Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, None, None, 0)
     pages = key_pages(k_source, n_first, seqlen_k, BLOCK_N, T)
     k_tile = load_keys(k_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     v_tile = load_keys(v_source, pages, n_first, seqlen_k, True, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     lse_tile, delta_tile = load_stats(lse_unit, delta, m_first, batch_idx, head, q_start, seqlen_q, True, BLOCK_M, T)
-    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
+    row_terms = score_terms(terms, batch_idx, head, m_idx[:, None], seqlen_q, T)
     keep = True
     if T.HAS_DROPOUT:
-        keep = dropout_keep(terms[5], m_idx, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+        keep = dropout_keep(row_terms.seed, m_idx, n_first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
     dots = dot(q_tile, tl.trans(k_tile), T)
     dp = dot(dout_tile, tl.trans(v_tile), T)
     p, capped = probabilities(
-        dots, lse_tile[:, None], m_idx[:, None], n_idx, terms, scalars, band, seqlen_q, seqlen_k, True, T
+        dots, lse_tile[:, None], m_idx[:, None], n_idx, row_terms, scalars, window, seqlen_q, seqlen_k, True, T
     )
     if tile_map is not None:
         kind = kind_at(tile_map, batch_idx, head, m_first, n_first)
@@ -684,9 +671,7 @@ def tile_score_gradient(
 
 @triton.jit
 def bias_tile(shape, num_shares, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile of dbias that a program owns a share of, as (share, key tile, query tile, head, sequence), and its
-    repetitions, as (along queries, along keys, heads, first, end). `shape` is the bias's own 4-D shape.
-    """
+    """The BiasTile of a program and its Repetitions; `shape` is the bias's own."""
     m_blocks = (sizes.seqlen_q + BLOCK_M - 1) // BLOCK_M
     n_blocks = (sizes.seqlen_k + BLOCK_N - 1) // BLOCK_N
     bias_batch, bias_heads, bias_rows, bias_cols = shape
@@ -705,7 +690,8 @@ def bias_tile(shape, num_shares, sizes, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
     reps = m_reps * n_reps * head_reps * (sizes.batch // bias_batch)
     per_share = (reps + num_shares - 1) // num_shares
     first, end = share * per_share, tl.minimum((share + 1) * per_share, reps)
-    return (share, own_n_block, own_m_block, own_head, own_batch), (m_reps, n_reps, head_reps, first, end)
+    own = BiasTile(share, own_n_block, own_m_block, own_head, own_batch)
+    return own, Repetitions(m_reps, n_reps, head_reps, first, end)
 
 
 @triton.jit
@@ -731,22 +717,22 @@ def store_bias_tile(acc, dbias, own, shape, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
     store_reduced(acc, dbias + plane, rows, cols, bias_rows, bias_cols)
 
 
-@triton.jit(do_not_specialize=["sizes", "band", "scalars", "shape", "num_shares"])
+@triton.jit(do_not_specialize=["sizes", "window", "scalars", "shape", "num_shares"])
 def bias_gradient_kernel(
-    q, k, v, dout, lse_unit, delta, dbias, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, sizes,
-    band, scalars, shape, num_shares,
+    q, k, v, dout, lse_unit, delta, dbias, terms, tile_map, tile_bits, lengths, paging, sizes,
+    window, scalars, shape, num_shares,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One share of one dbias tile."""
     own, reps = bias_tile(shape, num_shares, sizes, BLOCK_M, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for rep in range(reps[3], reps[4]):
+    for rep in range(reps.first, reps.end):
         m_block, n_block, head, batch_idx = repetition(rep, own, reps)
         q_start, seqlen_q = query_span(lengths, sizes, batch_idx, T)
         k_start, seqlen_k = key_span(lengths, sizes, batch_idx, T)
-        if tile_is_seen(m_block * BLOCK_M, n_block * BLOCK_N, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T):
+        if tile_is_seen(m_block * BLOCK_M, n_block * BLOCK_N, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, T):
             acc += tile_score_gradient(
-                q, k, v, dout, lse_unit, delta, bias, mask, tile_map, tile_bits, alibi_slopes, seed_ptr, lengths, band,
+                q, k, v, dout, lse_unit, delta, terms, tile_map, tile_bits, paging, window,
                 scalars, batch_idx, head, m_block * BLOCK_M, n_block * BLOCK_N, q_start, seqlen_q, k_start, seqlen_k,
                 BLOCK_M, BLOCK_N, T
             )  # fmt: skip

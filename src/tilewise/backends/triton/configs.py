@@ -1,12 +1,12 @@
 """Tile tables: the tile of a problem on a device, by architecture, dtype width, head_dim and pass.
 
-Nothing here imports Triton, so `explain()` can use it. `overridden` replaces rows for experiments. The measurements
-behind rows and constants are in bench/results/triton-tiles.csv; the id is "table pass head_dim" or the name.
+Nothing here imports Triton, so `explain()` can use it. The measurements behind rows and constants are in
+bench/results/triton-tiles.csv; the id is "table pass head_dim" or the name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,7 +14,7 @@ import torch
 
 from tilewise.device import DeviceSpec
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import at_run_time
+from tilewise.symbolic import at_run_time, largest, smallest
 
 Pass = Literal[
     "forward", "dkdv", "dq", "decode", "latent", "dbias", "tangent", "tangent_only", "twice_dkdv", "twice_dq",
@@ -26,13 +26,12 @@ Pass = Literal[
 class Config:
     """How one kernel is tiled and compiled.
 
-    - `descriptors`: whole tiles of the streamed operands are loaded by TMA where strides allow.
     - `early_dp`: dK/dV multiplies dP before it computes the probabilities, not after.
     - `heads_per_wave`: heads that run at the same time; None means as many as keep their rows in L2.
     - `max_registers`: limit per thread, so that as many programs fit an SM as shared memory allows.
     - `joined`: masked tiles share the pipelined loop of unmasked ones; in the forward only with boxes and plain scores.
-    - `boxes`: the forward loads and stores all tiles by TMA (see primitives.py); the backward loads what it streams so,
-      in one loop, if `joined`.
+    - `boxes`: tiles are loaded and stored by TMA (see primitives.py) where strides allow; the backward loads what it
+      streams so, in one loop, if `joined`.
     - `hold_queries`: queries stay in registers, for 16 bits and sm_90.
     - `paired`: K and V of a tile share a barrier, in the joined loop of the forward.
     - `dp_first`: the backward multiplies dP before it loads the other operand, which then takes the same shared memory.
@@ -44,7 +43,6 @@ class Config:
     block_n: int
     num_warps: int
     num_stages: int
-    descriptors: bool = False
     early_dp: bool = True
     heads_per_wave: int | None = None
     max_registers: int | None = None
@@ -84,32 +82,34 @@ SHARING = 64
 # Padded head_dim (the larger of q's and v's) -> tile.
 Table = dict[int, Config]
 
-# Chosen on an H200 in bf16 as the fastest of the tiles tried, by the kernel's time alone.
+# Chosen on an H200 in bf16 as the fastest of the tiles tried, by the kernel's time alone. For dkdv and dq up to 256
+# columns, and for the forward at 64 and 256, these are times of tensor maps of whole tiles; those of boxes were not
+# measured.
 _DV_512 = Config(32, 64, 8, 2, boxes=True, joined=True, split=True)
 _HOPPER: dict[Pass, Table] = {
     "forward": {
         # Beats pointers, and tiles of twice the rows or keys.
-        64: Config(64, 64, 4, 3, descriptors=True),
+        64: Config(64, 64, 4, 3, boxes=True),
         # Boxes and held queries beat pointers with queries in shared memory.
         128: Config(64, 64, 4, 3, boxes=True, hold_queries=True),
         # Beats pointers, half the keys, and half the rows.
-        256: Config(128, 64, 8, 2, descriptors=True),
+        256: Config(128, 64, 8, 2, boxes=True),
         512: Config(64, 32, 8, 2),
     },
     "dkdv": {
         # Beats half the queries, two stages, and twice the keys.
-        64: Config(64, 64, 4, 3, descriptors=True, joined=True),
+        64: Config(64, 64, 4, 3, boxes=True, joined=True),
         # Beats twice the keys.
-        128: Config(64, 64, 4, 2, descriptors=True, joined=True),
+        128: Config(64, 64, 4, 2, boxes=True, joined=True),
         # Beats half the queries, and one stage.
-        256: Config(64, 64, 8, 2, descriptors=True, joined=True),
+        256: Config(64, 64, 8, 2, boxes=True, joined=True),
         512: Config(64, 64, 8, 1, boxes=True, joined=True, dp_first=True, split=True, dv=_DV_512),
     },
     "dq": {
         # Beats smaller tiles, and eight warps.
-        64: Config(128, 64, 4, 3, descriptors=True, joined=True),
+        64: Config(128, 64, 4, 3, boxes=True, joined=True),
         # Beats pointers.
-        128: Config(128, 64, 8, 3, descriptors=True, joined=True),
+        128: Config(128, 64, 8, 3, boxes=True, joined=True),
         # Beats half the keys with TMA, and half the rows.
         256: Config(128, 64, 8, 1, joined=True),
         512: Config(64, 64, 8, 1, boxes=True, joined=True, dp_first=True, split=True),
@@ -171,15 +171,15 @@ _HOPPER_LISTED: dict[Pass, Table] = {
     # A few heads at a time beat as many as fit L2 by an eighth, if the mask is causal.
     "dkdv": {
         # Beats two stages, a late dP, and twice the keys or queries.
-        64: Config(64, 64, 4, 3, descriptors=True, heads_per_wave=8),
+        64: Config(64, 64, 4, 3, boxes=True, heads_per_wave=8),
         # Twice as fast as eight warps. Beats a late dP, twice the keys and, but for short documents, half the queries.
-        128: Config(64, 64, 4, 2, descriptors=True, heads_per_wave=4),
+        128: Config(64, 64, 4, 2, boxes=True, heads_per_wave=4),
     },
     "dq": {
         # 1.4 times as fast as eight warps with twice the rows. Beats two stages, and twice the keys or rows.
-        64: Config(64, 64, 4, 3, descriptors=True, heads_per_wave=8),
+        64: Config(64, 64, 4, 3, boxes=True, heads_per_wave=8),
         # Beats two stages, four warps with half the rows but for few tiles, and twice the keys.
-        128: Config(128, 64, 8, 3, descriptors=True, heads_per_wave=8),
+        128: Config(128, 64, 8, 3, boxes=True, heads_per_wave=8),
     },
 }
 
@@ -316,15 +316,11 @@ _LATENT: dict[int, dict[int, tuple[Config, ...]]] = {
 }  # fmt: skip
 # On Hopper, in addition: 64 rows, of which wgmma takes four warps' worth.
 _LATENT_HOPPER: dict[int, tuple[Config, ...]] = {
-    64: (Config(64, 64, 4, 3, descriptors=True),),
-    128: (Config(64, 64, 4, 3, descriptors=True),),
-    256: (Config(64, 64, 8, 2, descriptors=True),),
-    512: (Config(64, 64, 8, 2, descriptors=True),),
+    64: (Config(64, 64, 4, 3, boxes=True),),
+    128: (Config(64, 64, 4, 3, boxes=True),),
+    256: (Config(64, 64, 8, 2, boxes=True),),
+    512: (Config(64, 64, 8, 2, boxes=True),),
 }
-
-# The rows replaced at present (tilewise.testing.tiles); the last of the list count. In all threads: autograd runs a
-# backward in its own.
-_overrides: list[Mapping[Pass, Config]] = []
 
 
 def choose(
@@ -335,9 +331,6 @@ def choose(
     `rich` problems hold more than K, V and scores in a tile (see is_rich). `kinds` (see `_kinds`) are tried in
     order; the first with a row for this head_dim is used.
     """
-    override = (overrides() or {}).get(direction)
-    if override is not None:
-        return override
     width = max(64, block_d)
     if direction in _EVERYWHERE:
         return _EVERYWHERE[direction][itemsize][width]
@@ -361,7 +354,7 @@ def _rows(table: dict[Pass, Table], direction: Pass) -> Table:
 
 def within_pages(config: Config, page_size: int) -> Config:
     """The tile for decoding from e4m3 pages, cut to SHARING keys where each tile then has a single scale."""
-    if overrides() is None and page_size % config.block_n and page_size % SHARING == 0:
+    if page_size % config.block_n and page_size % SHARING == 0:
         return replace(config, block_n=SHARING)
     return config
 
@@ -373,18 +366,12 @@ def _plain_table(device: DeviceSpec) -> dict[Pass, Table]:
     return _LARGE_SMEM if device.type == "cuda" and device.smem_bytes >= 160 << 10 else _SMALL_SMEM
 
 
-def overrides() -> Mapping[Pass, Config] | None:
-    """The rows replaced at present, if any."""
-    return _overrides[-1] if _overrides else None
-
-
-@at_run_time
 def heads_per_wave(device: DeviceSpec, bytes_per_head: int, group_size: int) -> int:
     """How many heads run at the same time: their streamed rows fill at most half of L2. Whole groups, because these
     share K and V.
     """
-    fitting = device.l2_bytes // 2 // max(1, bytes_per_head)
-    return max(group_size, min(64, fitting) // group_size * group_size)
+    fitting = device.l2_bytes // 2 // largest(1, bytes_per_head)
+    return largest(group_size, smallest(64, fitting) // group_size * group_size)
 
 
 def decode_programs(config: Config, device: DeviceSpec, itemsize: int, tile_columns: int) -> int:
@@ -426,15 +413,11 @@ def config_of(problem: AttentionProblem, device: DeviceSpec, direction: Pass) ->
     config = choose(direction, device, element_size(problem), width, rich, kinds)
     # Running heads one after the other was measured for dense rows and ungrouped heads only.
     measured = problem.kind == "dense" and problem.group_size == 1
-    replaced = direction in (overrides() or {})
-    return config if measured or replaced else replace(config, heads_per_wave=None)
+    return config if measured else replace(config, heads_per_wave=None)
 
 
 def latent_config(problem: AttentionProblem, device: DeviceSpec, rows: int) -> Config:
     """The tile of decoding with keys in two parts, for groups of so many (token, head) rows."""
-    override = (overrides() or {}).get("latent")
-    if override is not None:
-        return override
     itemsize = element_size(problem)
     width = max(64, padded(problem.head_dim_v)) if problem.latent else MOST_COLUMNS
     tiles = _LATENT[itemsize][width]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import Parts, QueryTile, Source, Stretch
 from tilewise.backends.triton.forward import (
     add_sink,
     attend,
@@ -29,26 +30,28 @@ from tilewise.backends.triton.primitives import (
     LN2,
     LOG2E,
     NEG_INF,
+    box_place,
     head_base,
+    key_base,
     key_range,
     key_span,
-    page_base,
+    page_table,
     query_span,
     score_terms,
 )
 from tilewise.backends.triton.quantised import load_query_columns, scaling
 
 
-@triton.jit(do_not_specialize=["page_rows", "sizes", "band", "scalars", "num_splits", "num_blocks"])
+@triton.jit(do_not_specialize=["sizes", "window", "scalars", "num_splits", "num_blocks"])
 def decode_kernel(
-    q, k, v, k_desc, tail_desc, page_rows, q_scale, k_scale, v_scale, out, lse, max_logits, out_parts, lse_parts, bias,
-    mask, alibi_slopes, sinks, seed_ptr, lengths, sizes, band, scalars, num_splits, num_blocks,
+    q, k, v, k_desc, tail_desc, scales, out, lse, max_logits, out_parts, lse_parts, terms, sinks, lengths, paging,
+    sizes, window, scalars, num_splits, num_blocks,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one split of the keys for a tile of rows of a (group of heads, sequence); final unless SPLIT.
-    `num_blocks` tiles hold the rows of the longest sequence; None: one does. `k_desc` and `tail_desc` are descriptors
-    of both parts of K, of which a page takes `page_rows` rows, or None.
+    `num_blocks` tiles hold the rows of the longest sequence; None: one does. `k_desc` and `tail_desc` are boxes of
+    both parts of K in pages, or None.
     """
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
     program = tl.program_id(0)
@@ -69,29 +72,23 @@ def decode_kernel(
     head = kv_head * T.GROUP_SIZE + rows % T.GROUP_SIZE
     row_ok = m_idx < seqlen_q
     q_rows = head_base(q, batch_idx, head, q_start, T.PACKED_Q) + m_idx.to(tl.int64) * q.stride_row
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    k_scaling = scaling(k_scale, batch_idx, kv_head, T)
+    table = page_table(paging, batch_idx, T)
+    k_base, v_base = key_base(k, batch_idx, kv_head, k_start, T), key_base(v, batch_idx, kv_head, k_start, T)
+    k_scaling, v_scaling = scaling(scales.k, batch_idx, kv_head, T), scaling(scales.v, batch_idx, kv_head, T)
     if k_desc is None:
-        k_source = (k, k_base, table, None, 0, 0, k_scaling)
+        k_source = Source(k, k_base, table, None, None, k_scaling)
     else:
-        descs = (k_desc, tail_desc)
-        k_source = (k, k_base, table, descs, page_rows, kv_head * k.stride_head, k_scaling)  # type: ignore[assignment]
-    v_source = (v, v_base, table, None, 0, 0, scaling(v_scale, batch_idx, kv_head, T))
+        key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, False)
+        k_source = Source(k, k_base, table, Parts(k_desc, tail_desc), key_place, k_scaling)
+    v_source = Source(v, v_base, table, None, None, v_scaling)
     if T.FP8:
-        q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T)
+        q_tile = load_query_columns(scales.q, q_rows, batch_idx, head, m_idx, row_ok, T)
     else:
         q_tile = load_query_rows(q_rows, row_ok, T)
     # A sequence without queries reads the first row of bias and mask, not the one before it.
     last = tl.maximum(seqlen_q, 1)
-    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head[:, None], m_idx[:, None], last, T)
-    place = (m_idx, head, batch_idx)
+    row_terms = score_terms(terms, batch_idx, head[:, None], m_idx[:, None], last, T)
+    place = QueryTile(first_row, m_idx, head, batch_idx)
     acc = empty_accumulator(BLOCK_M, T)
     if max_logits is not None:
         row_max = tl.full([BLOCK_M], NEG_INF, tl.float32)
@@ -106,7 +103,7 @@ def decode_kernel(
     BETWEEN: tl.constexpr = BLOCK_M % T.GROUP_SIZE != 0 and T.GROUP_SIZE % BLOCK_M != 0
     TOKENS: tl.constexpr = (BLOCK_M + T.GROUP_SIZE - 1) // T.GROUP_SIZE + (1 if BETWEEN else 0)
     begin, full_begin, full_end, end = key_range(
-        first_row // T.GROUP_SIZE, seqlen_q, seqlen_k, band, TOKENS, BLOCK_N, T
+        first_row // T.GROUP_SIZE, seqlen_q, seqlen_k, window, TOKENS, BLOCK_N, T
     )
     tiles = (tl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
     share = (tiles + num_splits - 1) // num_splits * BLOCK_N
@@ -115,12 +112,12 @@ def decode_kernel(
     lo = begin + split * share
     hi = tl.minimum(lo + share, end)
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-        tl.maximum(lo, full_begin), tl.minimum(hi, full_end), hi, hi, False, BLOCK_N, T
+        acc, row_max, row_sum, q_tile, k_source, v_source, place, row_terms, scalars, window, seqlen_q, seqlen_k,
+        Stretch(tl.maximum(lo, full_begin), tl.minimum(hi, full_end), hi, hi), False, BLOCK_N, T
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, lo,
-        tl.maximum(lo, tl.minimum(hi, full_begin)), tl.maximum(lo, full_end), hi, True, BLOCK_N, T
+        acc, row_max, row_sum, q_tile, k_source, v_source, place, row_terms, scalars, window, seqlen_q, seqlen_k,
+        Stretch(lo, tl.maximum(lo, tl.minimum(hi, full_begin)), tl.maximum(lo, full_end), hi), True, BLOCK_N, T
     )  # fmt: skip
 
     if max_logits is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import Columns, Parts, Place, QueryTile, Source, Stretch
 from tilewise.backends.gpu.work_list import listed_item
 from tilewise.backends.triton.listed import (
     are_seen,
@@ -30,7 +31,6 @@ from tilewise.backends.triton.primitives import (
     LOG2E,
     NEG_INF,
     around_gap,
-    box_origin,
     box_place,
     clear_rows,
     dot,
@@ -39,14 +39,15 @@ from tilewise.backends.triton.primitives import (
     head_base,
     in_registers,
     keep_in_band,
+    key_base,
     key_pages,
     key_range,
     key_span,
     load_box,
     load_keys,
-    load_rows,
+    load_queries,
     natural_scores,
-    page_base,
+    page_table,
     query_span,
     score_terms,
     softmax_step,
@@ -75,52 +76,54 @@ def load_query_rows(q_rows, row_ok, T: tl.constexpr):
         return first
     else:
         tail_idx = T.FIRST_DIM + tl.arange(0, T.BLOCK_TAIL)[None, :]
-        return first, tl.load(q_rows[:, None] + tail_idx, mask=row_ok[:, None] & (tail_idx < T.HEAD_DIM), other=0.0)
+        tail = tl.load(q_rows[:, None] + tail_idx, mask=row_ok[:, None] & (tail_idx < T.HEAD_DIM), other=0.0)
+        return Parts(first, tail)
 
 
 @triton.jit
-def key_products(q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """(q.k of a tile of keys, the tile). A source whose column is None is a box descriptor with coordinates. Keys with
-    a tail are two tiles, with a descriptor each; of a latent, the first one is also V.
+def tail_of(place, T: tl.constexpr):
+    """The place of the columns of K that are a tile of their own."""
+    return Place(place.batch, place.end, place.head, place.row, place.column + T.FIRST_DIM)
+
+
+@triton.jit
+def key_products(q, keys, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+    """(q.k of a tile of keys, the tile). Keys with a tail are two tiles, with a box each; of a latent, the first one is
+    also V.
     """
     if T.FP8:
-        return quantised_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
-    elif k_source[5] is None:
-        k_tile = load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)
-        return dot(q, tl.trans(k_tile), T), k_tile
+        return quantised_products(q, keys, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     elif T.BLOCK_TAIL > 0:
-        rows, base, table, descs, row, col, scaling = k_source
-        if descs is None:
-            source = (rows, base, table, None, row, col, scaling)
-            tail_source = (rows, base + T.FIRST_DIM, table, None, row, col, scaling)
+        base = keys.base + T.FIRST_DIM
+        if keys.box is None:
+            source = keys
+            tail_source = Source(keys.rows, base, keys.table, None, None, keys.scales)
         else:
-            source = (rows, base, table, descs[0], row, col, scaling)
-            tail_source = (rows, base + T.FIRST_DIM, table, descs[1], row, col + T.FIRST_DIM, scaling)
+            source = Source(keys.rows, keys.base, keys.table, keys.box.first, keys.place, keys.scales)
+            tail_source = Source(keys.rows, base, keys.table, keys.box.rest, tail_of(keys.place, T), keys.scales)
         tail_dim: tl.constexpr = T.HEAD_DIM - T.FIRST_DIM
         k_tile = load_keys(source, pages, first, seqlen_k, EDGE, BLOCK_N, T.FIRST_DIM, T.BLOCK_D, T)
         tail = load_keys(tail_source, pages, first, seqlen_k, EDGE, BLOCK_N, tail_dim, T.BLOCK_TAIL, T)
-        return dot_add(q[1], tl.trans(tail), dot(q[0], tl.trans(k_tile), T), T), k_tile
+        return dot_add(q.rest, tl.trans(tail), dot(q.first, tl.trans(k_tile), T), T), k_tile
     else:
-        k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        k_tile = load_keys(keys, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
         return dot(q, tl.trans(k_tile), T), k_tile
 
 
 @triton.jit
 def add_values(
-    acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k,
+    acc, alpha, p, k_tile, values, v_scales, pages, first, seqlen_k,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Return acc * alpha + P V of a tile of keys. V is `k_tile` of a latent."""
     if T.FP8:
-        return add_quantised_values(acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
+        return add_quantised_values(acc, alpha, p, k_tile, values, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
     else:
         acc = acc * alpha[:, None]
         if T.LATENT:
             v_tile = k_tile
-        elif v_source[5] is None:
-            v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
         else:
-            v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+            v_tile = load_keys(values, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
         return dot_add(p.to(v_tile.dtype), v_tile, acc, T)
 
 
@@ -128,7 +131,7 @@ def add_values(
 def empty_accumulator(BLOCK_M: tl.constexpr, T: tl.constexpr):
     """A zero accumulator: (BLOCK_M, BLOCK_DV), or its even and odd columns."""
     if T.FP8:
-        return zeros(BLOCK_M, T.BLOCK_DV // 2), zeros(BLOCK_M, T.BLOCK_DV // 2)
+        return Columns(zeros(BLOCK_M, T.BLOCK_DV // 2), zeros(BLOCK_M, T.BLOCK_DV // 2))
     else:
         return zeros(BLOCK_M, T.BLOCK_DV)
 
@@ -144,15 +147,15 @@ def plain_step(dots, tops, row_max, row_sum, scale_log2, T: tl.constexpr):
 
 @triton.jit
 def attend(
-    acc, row_max, row_sum, q, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
-    gap_end, end,
+    acc, row_max, row_sum, q, k_source, v_source, place, row_terms, scalars, window, seqlen_q, seqlen_k, stretch,
     EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Advance the softmax state of a query tile over the keys begin..gap_begin and gap_end..end.
 
     EDGE tiles are masked. Other tiles are complete, and have no gap.
     """
-    m_idx, head, batch_idx = place
+    begin, gap_begin, gap_end, end = stretch
+    _m_first, m_idx, head, batch_idx = place
     scale_log2 = scalars.scale * LOG2E
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     stop = gap_begin + tl.maximum(end - gap_end, 0)
@@ -165,20 +168,22 @@ def attend(
             dots, k_tile = key_products(q, k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T)
             v_scales = value_scales(v_source, pages, first, seqlen_k, BLOCK_N, T)
             if T.TRANSFORMED:
-                scores, _ = natural_scores(dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE, T)
+                scores, _ = natural_scores(dots, m_idx[:, None], n_idx, row_terms, scalars, seqlen_q, seqlen_k, EDGE, T)
                 if EDGE:
-                    scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+                    scores = tl.where(
+                        keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, window, T), scores, NEG_INF
+                    )
                 tops, v_scales = row_tops(scores, v_scales, T)
                 p, row_max, row_sum, alpha = softmax_step(scores, tops, row_max, row_sum, LOG2E)
             elif EDGE:
-                dots = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), dots, NEG_INF)
+                dots = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, window, T), dots, NEG_INF)
                 tops, v_scales = row_tops(dots, v_scales, T)
                 p, row_max, row_sum, alpha = plain_step(dots, tops, row_max, row_sum, scale_log2, T)
             else:
                 tops, v_scales = row_tops(dots, v_scales, T)
                 p, row_max, row_sum, alpha = plain_step(dots, tops, row_max, row_sum, scale_log2, T)
             if T.HAS_DROPOUT:
-                kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+                kept = dropout_keep(row_terms.seed, m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
                 p = tl.where(kept, p, 0.0)
             acc = add_values(acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k, EDGE, BLOCK_N, T)
             if T.PAGED:
@@ -189,8 +194,8 @@ def attend(
 
 @triton.jit
 def attend_joined(
-    acc, row_max, row_sum, q, k_source, v_source, m_idx, scalars, band, seqlen_q, seqlen_k, begin, full_begin, full_end,
-    end,
+    acc, row_max, row_sum, q, k_source, v_source, m_idx, scalars, window, seqlen_q, seqlen_k, begin, full_begin,
+    full_end, end,
     BLOCK_N: tl.constexpr, PAIRED: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """`attend` over all keys begin..end in one loop, for plain scores of rows in boxes. A branch masks the tiles that
@@ -202,32 +207,32 @@ def attend_joined(
     if begin < end:
         tl.assume(begin < end)
         for first in tl.range(begin, end, BLOCK_N):
-            k_tile = load_box(k_source[3], k_source[4], first, BLOCK_N, T.HEAD_DIM)
+            k_tile = load_box(k_source.box, k_source.place, first, BLOCK_N, T.HEAD_DIM)
             if PAIRED:
-                v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
+                v_tile = load_box(v_source.box, v_source.place, first, BLOCK_N, T.HEAD_DIM_V)
             dots = dot(q, tl.trans(k_tile), T)
             if (first < full_begin) | (first >= full_end):
                 n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-                dots = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), dots, NEG_INF)
+                dots = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, window, T), dots, NEG_INF)
             tops = tl.max(dots, 1)
             p, row_max, row_sum, alpha = softmax_step_scaled(dots, tops, row_max, row_sum, scale_log2)
             acc = acc * alpha[:, None]
             if not PAIRED:
-                v_tile = load_box(v_source[3], v_source[4], first, BLOCK_N, T.HEAD_DIM_V)
+                v_tile = load_box(v_source.box, v_source.place, first, BLOCK_N, T.HEAD_DIM_V)
             acc = dot_add(p.to(v_tile.dtype), v_tile, acc, T)
     return acc, row_max, row_sum
 
 
 @triton.jit
 def attend_listed(
-    acc, row_max, row_sum, q, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin, full_begin,
-    full_end, end, entries, bits,
+    acc, row_max, row_sum, q, k_source, v_source, place, row_terms, scalars, window, seqlen_q, seqlen_k, begin,
+    full_begin, full_end, end, entries, bits,
     BLOCK_N: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """`attend` over the keys begin..end in the tiles that a tile mask lists, in one loop. Branches mask the blocks that
     are not between full_begin and full_end, and those of tiles with bits.
     """
-    m_idx, head, batch_idx = place
+    _m_first, m_idx, head, batch_idx = place
     scale_log2 = scalars.scale * LOG2E
     lower, upper = listed_steps(entries, begin, end, BLOCK_N, T.HAS_LEFT or T.HAS_RIGHT)
     if lower < upper:
@@ -239,9 +244,11 @@ def attend_listed(
             scores, k_tile = key_products(q, k_source, pages, first, seqlen_k, True, BLOCK_N, T)
             v_scales = value_scales(v_source, pages, first, seqlen_k, BLOCK_N, T)
             if T.TRANSFORMED:
-                scores, _ = natural_scores(scores, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, True, T)
+                scores, _ = natural_scores(
+                    scores, m_idx[:, None], n_idx, row_terms, scalars, seqlen_q, seqlen_k, True, T
+                )
             if (first < full_begin) | (first >= full_end):
-                scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+                scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, window, T), scores, NEG_INF)
             if kind >= 0:
                 scores = tl.where(are_seen(bits, kind, m_idx[:, None], first, BLOCK_N), scores, NEG_INF)
             tops, v_scales = row_tops(scores, v_scales, T)
@@ -250,7 +257,7 @@ def attend_listed(
             else:
                 p, row_max, row_sum, alpha = plain_step(scores, tops, row_max, row_sum, scale_log2, T)
             if T.HAS_DROPOUT:
-                kept = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+                kept = dropout_keep(row_terms.seed, m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
                 p = tl.where(kept, p, 0.0)
             acc = add_values(acc, alpha, p, k_tile, v_source, v_scales, pages, first, seqlen_k, True, BLOCK_N, T)
             first, kind = listed_block(entries, tl.minimum(step + 1, upper - 1), BLOCK_N)
@@ -275,7 +282,7 @@ def finish(acc, row_max, row_sum, scalars, T: tl.constexpr):
     else:
         lse = (row_max + log_sum) * LN2
     if T.FP8:
-        acc = tl.reshape(tl.join(acc[0], acc[1]), [row_sum.shape[0], T.BLOCK_DV])
+        acc = tl.reshape(tl.join(acc.even, acc.odd), [row_sum.shape[0], T.BLOCK_DV])
     return acc * inverse[:, None], tl.where(empty, NEG_INF, lse)
 
 
@@ -320,7 +327,7 @@ def add_sink(acc, row_max, row_sum, sinks, head, counts, scalars, BLOCK_M: tl.co
     keep = tl.exp2((row_max - anchor) * unit)
     row_sum = row_sum * keep + weight * tl.exp2((logit - anchor) * unit)
     if T.FP8:
-        return (acc[0] * keep[:, None], acc[1] * keep[:, None]), top, row_sum
+        return Columns(acc.even * keep[:, None], acc.odd * keep[:, None]), top, row_sum
     else:
         return acc * keep[:, None], top, row_sum
 
@@ -355,10 +362,10 @@ def clear_lse(lse, head, block, num_blocks, lengths, sizes, BLOCK_M: tl.constexp
         tl.store(at, tl.full([BLOCK_M], NEG_INF, tl.float32), mask=rows < sizes.total_q)
 
 
-@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+@triton.jit(do_not_specialize=["sizes", "window", "scalars"])
 def forward_kernel(
-    q, k, v, q_scale, k_scale, v_scale, q_desc, k_desc, v_desc, out_desc, k_box, v_box, out, lse, max_logits,
-    bias, mask, tile_rows, tile_bits, alibi_slopes, sinks, seed_ptr, lengths, work, sizes, band, scalars,
+    q, k, v, scales, q_desc, k_desc, v_desc, out_desc, out, lse, max_logits,
+    terms, tile_rows, tile_bits, sinks, lengths, paging, work, sizes, window, scalars,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HOLD_QUERIES: tl.constexpr,
     DIRECT: tl.constexpr, JOINED: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
@@ -405,33 +412,19 @@ def forward_kernel(
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
-    q_base = head_base(q, batch_idx, head, q_start, T.PACKED_Q)
-    table = 0
-    if T.PAGED:
-        k_base = page_base(k, kv_head)
-        v_base = page_base(v, kv_head)
-        table = lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        k_base = head_base(k, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_base = head_base(v, batch_idx, kv_head, k_start, T.PACKED_K)
-    query_place = box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q)
-    if q_desc is not None:
-        key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
-        k_source = (k, k_base, table, k_desc, key_place, None, 0)
-        v_source = (v, v_base, table, v_desc, key_place, None, 0)
-    else:
-        k_row, k_col = box_origin(k_desc, k_box, batch_idx, kv_head, k_start, T.PACKED_K)
-        v_row, v_col = box_origin(v_desc, v_box, batch_idx, kv_head, k_start, T.PACKED_K)
-        k_source = (k, k_base, table, k_desc, k_row, k_col, scaling(k_scale, batch_idx, kv_head, T))
-        v_source = (v, v_base, table, v_desc, v_row, v_col, scaling(v_scale, batch_idx, kv_head, T))
-    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
+    table = page_table(paging, batch_idx, T)
+    key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
+    k_base, v_base = key_base(k, batch_idx, kv_head, k_start, T), key_base(v, batch_idx, kv_head, k_start, T)
+    k_source = Source(k, k_base, table, k_desc, key_place, scaling(scales.k, batch_idx, kv_head, T))
+    v_source = Source(v, v_base, table, v_desc, key_place, scaling(scales.v, batch_idx, kv_head, T))
+    row_terms = score_terms(terms, batch_idx, head, m_idx[:, None], seqlen_q, T)
     if T.FP8:
-        q_rows = q_base + m_idx.to(tl.int64) * q.stride_row
-        q_tile = load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, m_idx < seqlen_q, T)
-    elif q_desc is not None:
-        q_tile = load_box(q_desc, query_place, m_first, BLOCK_M, T.HEAD_DIM)
+        q_rows = head_base(q, batch_idx, head, q_start, T.PACKED_Q) + m_idx.to(tl.int64) * q.stride_row
+        q_tile = load_query_columns(scales.q, q_rows, batch_idx, head, m_idx, m_idx < seqlen_q, T)
     else:
-        q_tile = load_rows(q_base, q.stride_row, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D)
+        q_tile = load_queries(
+            q, q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
+        )
     if HOLD_QUERIES:
         q_tile = in_registers(q_tile, T)
     acc = empty_accumulator(BLOCK_M, T)
@@ -440,27 +433,27 @@ def forward_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
     else:
         row_max, row_sum = initial_state(sinks, head, True, scalars, BLOCK_M, T)
-    place = (m_idx, head, batch_idx)
+    place = QueryTile(m_first, m_idx, head, batch_idx)
 
-    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, T)
     if tile_rows is not None:
         acc, row_max, row_sum = attend_listed(
-            acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin,
-            full_begin, full_end, end, list_of(tile_rows, batch_idx, head, m_first), tile_bits, BLOCK_N, T
+            acc, row_max, row_sum, q_tile, k_source, v_source, place, row_terms, scalars, window, seqlen_q, seqlen_k,
+            begin, full_begin, full_end, end, list_of(tile_rows, batch_idx, head, m_first), tile_bits, BLOCK_N, T
         )  # fmt: skip
     elif JOINED:
         acc, row_max, row_sum = attend_joined(
-            acc, row_max, row_sum, q_tile, k_source, v_source, m_idx, scalars, band, seqlen_q, seqlen_k, begin,
+            acc, row_max, row_sum, q_tile, k_source, v_source, m_idx, scalars, window, seqlen_q, seqlen_k, begin,
             full_begin, full_end, end, BLOCK_N, PAIRED, T
         )  # fmt: skip
     else:
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k,
-            full_begin, full_end, full_end, full_end, False, BLOCK_N, T
+            acc, row_max, row_sum, q_tile, k_source, v_source, place, row_terms, scalars, window, seqlen_q, seqlen_k,
+            Stretch(full_begin, full_end, full_end, full_end), False, BLOCK_N, T
         )  # fmt: skip
         acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q_tile, k_source, v_source, place, terms, scalars, band, seqlen_q, seqlen_k, begin,
-            full_begin, full_end, end, True, BLOCK_N, T
+            acc, row_max, row_sum, q_tile, k_source, v_source, place, row_terms, scalars, window, seqlen_q, seqlen_k,
+            Stretch(begin, full_begin, full_end, end), True, BLOCK_N, T
         )  # fmt: skip
 
     if max_logits is not None:
@@ -470,7 +463,7 @@ def forward_kernel(
             acc, row_max, row_sum = add_sink(acc, row_max, row_sum, sinks, head, True, scalars, BLOCK_M, T)
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     if out_desc is not None:
-        store_box(out_desc, query_place, m_first, result)
+        store_box(out_desc, box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q), m_first, result)
     else:
         out_base = head_base(out, batch_idx, head, q_start, T.PACKED_Q)
         store_rows(result, out_base, out.stride_row, m_first, seqlen_q, T.HEAD_DIM_V)

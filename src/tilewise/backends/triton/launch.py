@@ -6,7 +6,6 @@ kernels. Nothing here waits for the device, so calls can be captured in a CUDA g
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from tilewise import device as devices
 from tilewise.backends.gpu import launching, tile_lists
-from tilewise.backends.gpu.launching import BACKWARD_GIVEN, MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.arguments import Views, result_allocations, single_address
+from tilewise.backends.gpu.launching import BACKWARD_GIVEN, Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
+from tilewise.backends.gpu.records import BiasShape
 from tilewise.backends.gpu.symbols import Address, Fixed, KernelCall
 from tilewise.backends.gpu.work_list import list_call, list_size
 from tilewise.backends.triton import backward as bwd
@@ -27,23 +28,18 @@ from tilewise.backends.triton.arguments import (
     ONCE,
     STAT_TILE,
     Passes,
-    Views,
     box_descriptors,
     dense_rows,
     is_listed,
-    key_descriptors,
     key_rows,
     listed_heads,
     listed_tiles,
     listing_arguments,
     packed_rows,
     page_rows,
-    part_descriptors,
-    query_descriptors,
+    part_boxes,
     query_rows,
-    scale_arguments,
     score_arguments,
-    single_address,
     stat_arguments,
     stat_descriptors,
     stat_rows,
@@ -126,7 +122,6 @@ def _filled(seed: Tensor, where: torch.device) -> Tensor:
     return there
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def forward_pass(
     problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, want_lse: bool = True
 ) -> Pass:
@@ -146,15 +141,6 @@ def forward_pass(
 def _copied_sinks(views: Views) -> dict[str, torch.dtype]:
     """Kernels read sinks as adjacent elements."""
     return {"sinks": views["sinks"].dtype} if "sinks" in views and views["sinks"].strides != (1,) else {}
-
-
-def result_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
-    """The results of the forward: out and lse."""
-    rows = (problem.num_heads, problem.seqlen_q, problem.total_q, problem.head_dim_v)
-    return {
-        "out": Allocation.rows(problem, *rows, problem.dtype),
-        "lse": Allocation.contiguous(problem.lse_shape, torch.float32),
-    }
 
 
 def forward_calls(problem: AttentionProblem, device: DeviceSpec, views: dict[str, View]) -> list[KernelCall]:
@@ -272,7 +258,6 @@ def zero_gradients(problem: AttentionProblem, operands: Operands, wanted: Wanted
     return Gradients(q, k, v, dbias if wanted.dbias else None, dsinks if wanted.dsinks else None)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def backward_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
     """The pass, prepared by the first call that needs it."""
     views = named_views(BACKWARD_GIVEN, raw)
@@ -333,13 +318,12 @@ def backward_calls(
 def tiled_calls(plan: Plan, views: Views) -> list[KernelCall]:
     """The forward kernel, preceded for packed sequences by the kernel that lists their tiles."""
     problem, config = plan.problem, plan.config("forward")
-    arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views)
+    arguments = score_arguments(plan, views) | _results(plan, views)
     boxes = box_descriptors(plan, arguments, config)
     boxed = boxes["q_desc"] is not None
     if config.boxes and not boxed:  # pointers take more registers than boxes: under the limit they spill
         config = replace(config, max_registers=None)
-    streamed = key_descriptors(plan, arguments, config)
-    arguments |= streamed | boxes if boxed else boxes | streamed
+    arguments |= boxes
     # Queries loaded by pointers stay in shared memory: in registers, ptxas waits after every wgmma (C7515).
     arguments["HOLD_QUERIES"] = config.hold_queries and boxed
     traits = plan.traits
@@ -435,11 +419,11 @@ def decode_calls(plan: Plan, views: Views) -> list[KernelCall]:
         "out_parts": Address("workspace", torch.float32, offset=lse_bytes) if num_out else None,
         "lse_parts": Address("workspace", torch.float32) if num_lse else None,
     }
-    arguments = score_arguments(plan, views) | scale_arguments(views) | _results(plan, views) | parts
+    arguments = score_arguments(plan, views) | _results(plan, views) | parts
     arguments |= {"num_splits": splits, "SPLIT": num_out > 0}
     blocks = plan.row_blocks
     arguments |= {"SPLIT_KEYS": plan.split_keys, "num_blocks": blocks if blocks > 1 else None}
-    arguments |= part_descriptors(plan, arguments, config)
+    arguments |= part_boxes(plan, arguments, config)
     call = tiled(decode.decode_kernel, blocks * splits * problem.num_kv_heads * problem.batch, arguments, config)
     return [call, _combine_call(plan, views, parts)] if num_out else [call]
 
@@ -544,12 +528,10 @@ def _key_gradient_call(plan: Plan, shared: dict[str, Any], config: Config) -> Ke
 
 
 def _streamed(plan: Plan, arguments: dict[str, Any], config: Config, *, queries: bool) -> dict[str, Any]:
-    """Descriptors of what a kernel of the backward streams, q and dout or k and v: boxes, whole tiles or None."""
+    """Boxes of what a kernel of the backward streams, q and dout or k and v; None for both without its one loop."""
     names = ("q", "dout") if queries else ("k", "v")
-    boxes = box_descriptors(plan, arguments, config, *((names, ()) if queries else ((), names)), pads=True)
-    if arguments["JOINED"] and boxes[f"{names[0]}_desc"] is not None:
-        return boxes | dict.fromkeys(f"{name}_box" for name in names)
-    return (query_descriptors if queries else key_descriptors)(plan, arguments, config)
+    config = replace(config, boxes=config.boxes and arguments["JOINED"])
+    return box_descriptors(plan, arguments, config, *((names, ()) if queries else ((), names)), pads=True)
 
 
 def key_gradient_rows(problem: AttentionProblem, dk: View, dv: View) -> dict[str, Any]:
@@ -632,7 +614,7 @@ def bias_gradient_call(
     arguments = shared | {
         "dbias": Address("dbias", dbias.dtype),
         # Broadcast dimensions are compiled in.
-        "shape": tuple(Fixed(1) if size == 1 else size for size in shape),
+        "shape": BiasShape(*(Fixed(1) if size == 1 else size for size in shape)),
         "num_shares": shares,
     }
     return tiled(kernel, shares * tiles, arguments, plan.config(bias_pass))

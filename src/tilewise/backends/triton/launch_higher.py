@@ -5,7 +5,6 @@ As in launch.py, a pass is prepared once per problem and strides; here also per 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -14,14 +13,14 @@ import triton
 from torch import Tensor
 
 from tilewise.backends.gpu import launching
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, View, named_views
+from tilewise.backends.gpu.arguments import Views, result_allocations, single_address
+from tilewise.backends.gpu.launching import Allocation, Pass, RawViews, View, named_views
 from tilewise.backends.gpu.offline import operand_views
 from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.backends.gpu.work_list import list_call, list_size
 from tilewise.backends.triton import configs, launch, tangent, twice
 from tilewise.backends.triton.arguments import (
     TWICE,
-    Views,
     box_descriptors,
     grid_argument,
     is_listed,
@@ -31,7 +30,6 @@ from tilewise.backends.triton.arguments import (
     query_rows,
     row_bytes,
     score_arguments,
-    single_address,
     stat_descriptors,
     stat_rows,
     walked_together,
@@ -103,7 +101,6 @@ def backward_twice(
     return Gradients(dq, dk, dv, dbias=dbias, dsinks=dsinks)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def tangent_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews) -> Pass:
     """The pass, prepared by the first call that needs it."""
     given = (*TANGENT_GIVEN, *PLAIN)
@@ -125,7 +122,7 @@ def copied(views: Views) -> dict[str, torch.dtype]:
 
 def tangent_allocations(problem: AttentionProblem) -> dict[str, Allocation]:
     """The results, and their tangents in the same form."""
-    plain = launch.result_allocations(problem)
+    plain = result_allocations(problem)
     return plain | {f"dot_{name}": allocation for name, allocation in plain.items()}
 
 
@@ -157,7 +154,6 @@ def tangent_calls(
     return [list_call(problem, launch.WORK, config.block_m, together=walked_together(plan, direction)), call]
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def twice_pass(problem: AttentionProblem, device: DeviceSpec, index: int, raw: RawViews, wanted: Wanted) -> Pass:
     """The pass, prepared by the first call that needs it."""
     views = named_views(TWICE_GIVEN, raw)

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from tilewise.backends.gpu.arguments import window_of
 from tilewise.backends.gpu.launching import interpreted
+from tilewise.backends.gpu.records import Window
 from tilewise.backends.triton import configs
 from tilewise.backends.triton.configs import (
     MIN_DOT_SIDE,
     Config,
     Pass,
-    config_of,
     element_size,
     is_exact,
     is_transformed,
@@ -39,43 +40,6 @@ MIN_SPLIT_KEYS = 256
 # 1.1 times as long as the best number of splits for 16 sequences of 8192 and more keys; shorter splits start too many
 # programs there, and longer ones leave more of a device idle for a few sequences.
 SPLIT_KEYS = 4096
-
-
-class Rows(NamedTuple):
-    """A tensor of token rows: pointer and the strides of (sequence or page, head, token), as in gpu.symbols."""
-
-    ptr: Any
-    stride_batch: Any
-    stride_head: Any
-    stride_row: Any
-
-
-class Box(NamedTuple):
-    """Position of a head's rows in the 2-D matrix of a tensor descriptor: row and column steps."""
-
-    rows_per_batch: int
-    rows_per_head: int
-    cols_per_head: int
-
-
-class Grid4(NamedTuple):
-    """A (batch, head, query, key) tensor: pointer and strides, 0 where it is broadcast."""
-
-    ptr: Any
-    stride_batch: Any
-    stride_head: Any
-    stride_row: Any
-    stride_col: Any
-
-
-class Lengths(NamedTuple):
-    """The index tensors of packed and paged problems; None where the problem has none."""
-
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    block_table: Any
-    seqlens_k: Any
-    table_stride: int | None
 
 
 class Listed(NamedTuple):
@@ -106,13 +70,6 @@ class Sizes(NamedTuple):
     total_q: int
     total_k: int
     heads_per_wave: int
-
-
-class Band(NamedTuple):
-    """The window with causality folded in: keys from `i + diagonal - left` to `i + diagonal + right`."""
-
-    left: int
-    right: int
 
 
 class ScoreScalars(NamedTuple):
@@ -195,13 +152,13 @@ class Plan(NamedTuple):
     device: DeviceSpec
     traits: Traits
     sizes: Sizes
-    band: Band
+    window: Window
     scalars: ScoreScalars
     num_splits: int
 
     def config(self, direction: Pass) -> Config:
         """The tile of one pass."""
-        config = config_of(self.problem, self.device, direction)
+        config = configs.config_of(self.problem, self.device, direction)
         if direction == "decode" and self._cuts_pages:
             return configs.within_pages(config, self.traits.PAGE_SIZE)
         return config
@@ -258,7 +215,6 @@ def plan_for(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, prec
 
 @functools.lru_cache(maxsize=4096)
 def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precision: str) -> Plan:
-    left, right = problem.band
     traits = traits_of(problem, device, packed_q=packed_q, precision=precision, interpreted=interpreted())
     if configs.is_parted(problem):
         traits = _parted(traits, problem)
@@ -277,9 +233,7 @@ def _plan(problem: AttentionProblem, device: DeviceSpec, packed_q: bool, precisi
         keep_scale=1.0 / (1.0 - problem.dropout) if problem.dropout < 1.0 else 0.0,
         drop_below=dropout_threshold(problem.dropout),
     )
-    # A window wider than the sequences cuts nothing, but may have 31 bits: sums with it would overflow int32.
-    band = Band(min(left or 0, problem.seqlen_k), min(right or 0, problem.seqlen_q))
-    plan = Plan(problem, device, traits, sizes, band, scalars, 0)
+    plan = Plan(problem, device, traits, sizes, window_of(problem), scalars, 0)
     if problem.batch_invariant:
         return plan._replace(num_splits=_fixed_splits(plan))
     few = problem.seqlen_k < MIN_SPLIT_KEYS

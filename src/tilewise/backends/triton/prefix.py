@@ -25,20 +25,26 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise import device as devices
-from tilewise.backends.gpu.launching import MAX_PASSES, Allocation, Pass, RawViews, named_views, raw_views
+from tilewise.backends.gpu import launching
+from tilewise.backends.gpu.arguments import Views, single_address
+from tilewise.backends.gpu.launching import Allocation, Pass, RawViews, named_views, raw_views
+from tilewise.backends.gpu.records import QueryTile, Rows, Source, Stretch
 from tilewise.backends.gpu.symbols import Address, KernelCall, renamed
-from tilewise.backends.triton.arguments import (
-    Views,
-    packed_rows,
-    page_matrix,
-    scale_arguments,
-    score_arguments,
-    single_address,
-)
+from tilewise.backends.triton.arguments import packed_rows, page_box, score_arguments
 from tilewise.backends.triton.configs import Config
 from tilewise.backends.triton.forward import attend, empty_accumulator, finish, initial_state, load_query_rows
-from tilewise.backends.triton.planning import Plan, Rows, of_rows, plan_for
-from tilewise.backends.triton.primitives import LN2, LOG2E, NEG_INF, key_span, page_base, query_span, score_terms
+from tilewise.backends.triton.planning import Plan, of_rows, plan_for
+from tilewise.backends.triton.primitives import (
+    LN2,
+    LOG2E,
+    NEG_INF,
+    box_place,
+    key_base,
+    key_span,
+    page_table,
+    query_span,
+    score_terms,
+)
 from tilewise.backends.triton.quantised import load_query_columns, scaling
 from tilewise.device import DeviceSpec
 from tilewise.operands import Operands
@@ -48,16 +54,15 @@ from tilewise.problem import AttentionProblem
 SPLITS_AT_ONCE, MERGED_ROWS = tl.constexpr(4), tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["page_rows", "sizes", "band", "scalars", "num_rows", "num_blocks", "num_splits"])
+@triton.jit(do_not_specialize=["sizes", "window", "scalars", "num_rows", "num_blocks", "num_splits"])
 def prefix_kernel(
-    q, k, v, k_scale, v_scale, k_desc, v_desc, page_rows, rows, out, lse, out_parts, lse_parts, counters, lengths,
-    sizes, band, scalars, num_rows, num_blocks, num_splits,
+    q, k, v, scales, k_desc, v_desc, rows, out, lse, out_parts, lse_parts, counters, lengths, paging,
+    sizes, window, scalars, num_rows, num_blocks, num_splits,
     T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Partial (out, lse) of a tile of a group's rows over one split of its prefix, as (split, row, head). `rows`
-    indexes rows of q, group after group; None means its first rows. A page takes page_rows (of K, of V) rows of the
-    descriptors' matrices, if there are any. With `counters`, which are zero before and after, the program that finishes
-    the last split of a tile merges all its splits into `out` and `lse`.
+    indexes rows of q, group after group; None means its first rows. With `counters`, which are zero before and after,
+    the program that finishes the last split of a tile merges all its splits into `out` and `lse`.
     """
     num_kv_heads = sizes.num_heads // T.GROUP_SIZE
     block = tl.program_id(0) % num_blocks
@@ -71,22 +76,23 @@ def prefix_kernel(
     place_in_group = block * BLOCK_M + tl.arange(0, BLOCK_M)
     m_idx = place_in_group // T.GROUP_SIZE
     head = kv_head * T.GROUP_SIZE + place_in_group % T.GROUP_SIZE
+    own = QueryTile(block * BLOCK_M, m_idx, head, group)
     row_ok = m_idx < count
     token = start + m_idx
     row = token
     if rows is not None:
         row = tl.load(rows + token, mask=row_ok, other=0)
     q_rows = q.ptr + head.to(tl.int64) * q.stride_head + row.to(tl.int64) * q.stride_row
-    table = lengths.block_table + tl.cast(group, tl.int64) * lengths.table_stride
-    k_col = kv_head * k.stride_head
-    v_col = kv_head * v.stride_head
-    k_source = (k, page_base(k, kv_head), table, k_desc, page_rows[0], k_col, scaling(k_scale, group, kv_head, T))
-    v_source = (v, page_base(v, kv_head), table, v_desc, page_rows[1], v_col, scaling(v_scale, group, kv_head, T))
+    table = page_table(paging, group, T)
+    key_place = box_place(group, kv_head, start, seqlen_k, False)
+    k_base, v_base = key_base(k, group, kv_head, start, T), key_base(v, group, kv_head, start, T)
+    k_source = Source(k, k_base, table, k_desc, key_place, scaling(scales.k, group, kv_head, T))
+    v_source = Source(v, v_base, table, v_desc, key_place, scaling(scales.v, group, kv_head, T))
     if T.FP8:
         q_tile = load_query_columns(None, q_rows, group, head, m_idx, row_ok, T)
     else:
         q_tile = load_query_rows(q_rows, row_ok, T)
-    terms = score_terms(None, None, None, None, group, head[:, None], m_idx[:, None], count, T)
+    row_terms = score_terms(None, group, head[:, None], m_idx[:, None], count, T)
     row_max, row_sum = initial_state(None, head, False, scalars, BLOCK_M, T)
     tiles = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     share = (tiles + num_splits - 1) // num_splits * BLOCK_N
@@ -94,12 +100,12 @@ def prefix_kernel(
     end = tl.minimum(begin + share, seqlen_k)
     whole = begin + (end - begin) // BLOCK_N * BLOCK_N
     acc, row_max, row_sum = attend(
-        empty_accumulator(BLOCK_M, T), row_max, row_sum, q_tile, k_source, v_source, (m_idx, head, group), terms,
-        scalars, band, count, seqlen_k, begin, whole, whole, whole, False, BLOCK_N, T
+        empty_accumulator(BLOCK_M, T), row_max, row_sum, q_tile, k_source, v_source, own, row_terms,
+        scalars, window, count, seqlen_k, Stretch(begin, whole, whole, whole), False, BLOCK_N, T
     )  # fmt: skip
     acc, row_max, row_sum = attend(
-        acc, row_max, row_sum, q_tile, k_source, v_source, (m_idx, head, group), terms, scalars, band, count, seqlen_k,
-        whole, whole, whole, end, True, BLOCK_N, T
+        acc, row_max, row_sum, q_tile, k_source, v_source, own, row_terms, scalars, window, count,
+        seqlen_k, Stretch(whole, whole, whole, end), True, BLOCK_N, T
     )  # fmt: skip
     result, lse_rows = finish(acc, row_max, row_sum, scalars, T)
     dv_idx = tl.arange(0, T.BLOCK_DV)[None, :]
@@ -221,7 +227,7 @@ RENAMED = {
 # The batch's own tables, which such a call does not read.
 UNUSED = {"block_table": "whole_table", "seqlens_k": "whole_seqlens"}
 # The score arguments that the prefix kernel takes.
-SCORED = ("q", "k", "v", "lengths", "sizes", "band", "scalars", "T")
+SCORED = ("q", "k", "v", "scales", "lengths", "paging", "sizes", "window", "scalars", "T")
 # Programs per SM and the maximum number of splits. The merge reads the parts of all splits, so one program per SM wins.
 PROGRAMS, MAX_SPLITS = 1, 32
 # Splits that a warp merges at a time. One (row, head) pair per program is fastest.
@@ -257,7 +263,7 @@ def bind_prefixes(
 ) -> PrefixPass:
     """`attend_prefixes` bound to tensors with such strides, in this order."""
     q, views = operands.q, raw_views((*operands, rows, out, lse))
-    found = prefix_pass(problem, num_rows, devices.of(q.device), q.get_device(), views, joined=False)
+    found = launching.kept(prefix_pass, problem, num_rows, devices.of(q.device), q.get_device(), views, False)
     assert isinstance(found, PrefixPass)
     return found
 
@@ -291,9 +297,8 @@ def _after(own: Pass, prefixes: Pass, count: int, unread: Sequence[str]) -> Pass
     return own.followed_by(prefixes, calls, given, made, read)
 
 
-@functools.lru_cache(maxsize=MAX_PASSES)
 def prefix_pass(
-    problem: AttentionProblem, num_rows: int, device: DeviceSpec, index: int, raw: RawViews, *, joined: bool
+    problem: AttentionProblem, num_rows: int, device: DeviceSpec, index: int, raw: RawViews, joined: bool
 ) -> Pass:
     """The pass, prepared by the first call that needs it."""
     splits = num_splits(problem, num_rows, device)
@@ -305,7 +310,7 @@ def prefix_pass(
     found = kind(calls, GIVEN, made, device, index, num_counters=counters)
     if isinstance(found, PrefixPass):
         found.problem = problem
-        found.joined = functools.partial(prefix_pass, problem, num_rows, device, index, raw, joined=True)
+        found.joined = functools.partial(launching.kept, prefix_pass, problem, num_rows, device, index, raw, True)
     return found
 
 
@@ -349,10 +354,10 @@ def prefix_calls(
         "out": packed_rows("out", views["out"], heads),
         "lse": Rows(single_address(views, "lse"), 0, *lse.strides),
     }
-    scored = score_arguments(plan, views) | scale_arguments(views)
+    scored = score_arguments(plan, views)
     blocks = _blocks(problem, device)
-    attended = shared | {name: scored[name] for name in (*SCORED, "k_scale", "v_scale")}
-    attended |= _descriptors(plan, scored, config)
+    attended = shared | {name: scored[name] for name in SCORED}
+    attended |= _boxes(plan, scored, config)
     attended |= results if joined else dict.fromkeys(results)
     attended |= {
         "counters": Address("counter", torch.int32, aligned=False) if joined else None,
@@ -372,15 +377,10 @@ def prefix_calls(
     return [attend] if joined else [attend, KernelCall(merge_prefix_kernel, (num_rows * heads, 1, 1), merged, 1, 1)]
 
 
-def _descriptors(plan: Plan, scored: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Descriptors of K and V and the rows of their matrices per page, or of neither."""
+def _boxes(plan: Plan, scored: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Boxes of K and V in pages, or of neither."""
     problem = plan.problem
-    whole = (
-        plan.device.has_tma and plan.is_unpadded and not problem.fp8 and (problem.page_size or 0) % config.block_n == 0
-    )
     dims = {"k": problem.head_dim, "v": problem.head_dim_v}
-    found = {name: page_matrix(problem, scored[name], config.block_n, dim) for name, dim in dims.items() if whole}
-    if not whole or None in found.values():
-        return {"k_desc": None, "v_desc": None, "page_rows": (0, 0)}
-    tiles, page_rows = zip(*found.values(), strict=True)
-    return {"k_desc": tiles[0], "v_desc": tiles[1], "page_rows": page_rows}
+    on = plan.device.has_tma and plan.is_unpadded and not problem.fp8
+    found = {name: page_box(problem, scored[name], config.block_n, dim) if on else None for name, dim in dims.items()}
+    return {f"{name}_desc": None if None in found.values() else box for name, box in found.items()}

@@ -22,6 +22,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import DropoutOrigin, Place, RowTerms
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -139,26 +141,6 @@ def page_base(rows, head):
 
 
 @triton.jit
-def box_origin(desc, box, batch_idx, head, start, PACKED: tl.constexpr):
-    """(row, column) of token 0 of a (sequence, head) in its descriptor's matrix; (0, 0) without a descriptor."""
-    if desc is None:
-        return 0, 0
-    elif PACKED:
-        return start + head * box.rows_per_head, head * box.cols_per_head
-    else:
-        return batch_idx * box.rows_per_batch + head * box.rows_per_head, head * box.cols_per_head
-
-
-@triton.jit
-def tile_origin(desc, box, batch_idx, head, start, length, PACKED: tl.constexpr):
-    """`box_origin`, or (box_place, 0) for a descriptor that knows where rows end: it has no `box`."""
-    if desc is not None and box is None:
-        return box_place(batch_idx, head, start, length, PACKED), 0
-    else:
-        return box_origin(desc, box, batch_idx, head, start, PACKED)
-
-
-@triton.jit
 def tile_pointers(base, stride_row, first, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """(BLOCK, BLOCK_D) pointers to the rows from `first` on: one 64-bit base plus 32-bit offsets within the tile."""
     origin = base + tl.cast(first, tl.int64) * stride_row
@@ -198,19 +180,15 @@ def load_rows(
 
 @triton.jit
 def load_queries(
-    source, first, seqlen_q, CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """A tile of q or dout. `source` is (rows, base, descriptor, row, column). Boxes load all tiles, other descriptors
-    complete ones.
-    """
-    rows, base, desc, row, col = source
-    BOXED: tl.constexpr = False if desc is None else len(desc.block_shape) > 2
-    if BOXED:
-        return load_box(desc, row, first, BLOCK_M, BLOCK_D)
-    elif desc is None or CHECK_ROWS:
-        return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
+    rows, box, batch_idx, head, q_start, first, seqlen_q,
+    CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """A tile of q, dout, out or the tangent of one, by its box if there is one."""
+    if box is not None:
+        return load_box(box, box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q), first, BLOCK_M, BLOCK_D)
     else:
-        return desc.load([row + first, col])
+        base = head_base(rows, batch_idx, head, q_start, T.PACKED_Q)
+        return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
 
 
 @triton.jit
@@ -246,18 +224,37 @@ def clear_rows(
 
 
 @triton.jit
+def key_base(rows, batch_idx, kv_head, k_start, T: tl.constexpr):
+    """Pointer to key 0 of a (sequence, head), or to slot 0 of page 0 of a head; 0 without rows."""
+    if rows is None:
+        return 0
+    elif T.PAGED:
+        return page_base(rows, kv_head)
+    else:
+        return head_base(rows, batch_idx, kv_head, k_start, T.PACKED_K)
+
+
+@triton.jit
+def page_table(paging, batch_idx, T: tl.constexpr):
+    """Pointer to the table entries of a sequence; 0 without pages."""
+    if T.PAGED:
+        return paging.table + tl.cast(batch_idx, tl.int64) * paging.stride
+    else:
+        return 0
+
+
+@triton.jit
 def key_pages(source, first, seqlen_k, BLOCK_N: tl.constexpr, T: tl.constexpr):
-    """The table entries for keys first..first+BLOCK_N of `source` (see load_keys): one if a page holds the whole tile,
-    else one per key. 0 past the end and without pages.
+    """The table entries for keys first..first+BLOCK_N of a Source: one if a page holds the whole tile, else one per
+    key. 0 past the end and without pages.
     """
-    table = source[2]
     if not T.PAGED:
         return 0
     elif T.PAGE_SIZE % BLOCK_N == 0:
-        return tl.load(table + first // T.PAGE_SIZE, mask=first < seqlen_k, other=0)
+        return tl.load(source.table + first // T.PAGE_SIZE, mask=first < seqlen_k, other=0)
     else:
         n_idx = first + tl.arange(0, BLOCK_N)
-        return tl.load(table + n_idx // T.PAGE_SIZE, mask=n_idx < seqlen_k, other=0)
+        return tl.load(source.table + n_idx // T.PAGE_SIZE, mask=n_idx < seqlen_k, other=0)
 
 
 @triton.jit
@@ -272,36 +269,33 @@ def load_keys(
     BLOCK_D: tl.constexpr,
     T: tl.constexpr,
 ):
-    """The one loader of K and V tiles, for dense and packed rows and for pages. `source` is (rows, base, table,
-    descriptor, row, column, scaling); `pages` are the tile's entries from key_pages.
+    """The one loader of K and V tiles, for dense and packed rows and for pages. `pages` are the tile's entries from
+    key_pages of the Source.
 
-    A complete tile of rows comes through the descriptor if there is one. For pages, which then hold whole tiles, `row`
-    is the number of rows of the descriptor's matrix per page. Pages smaller than a tile are gathered row by row. A loop
-    looks its pages up one tile ahead: a lookup in the iteration that needs it would take a pipeline stage and leave one
-    tile less in flight.
+    Boxes load all tiles of rows, and complete tiles of pages, which then hold whole ones. Pages smaller than a tile are
+    gathered row by row. A loop looks its pages up one tile ahead: a lookup in the iteration that needs it would take a
+    pipeline stage and leave one tile less in flight.
     """
-    rows, base, _table, desc, row, col, _scaling = source
-    BOXED: tl.constexpr = False if desc is None else len(desc.block_shape) > 2
-    if BOXED:
-        return load_box(desc, row, first, BLOCK_N, BLOCK_D)
-    elif desc is not None and not CHECK_ROWS:
-        if T.PAGED:
-            return desc.load([pages * row + first % T.PAGE_SIZE, col])
-        return desc.load([row + first, col])
+    if source.box is not None and not T.PAGED:
+        return load_box(source.box, source.place, first, BLOCK_N, BLOCK_D)
+    elif source.box is not None and not CHECK_ROWS:
+        return load_box(source.box, page_place(pages, source.place), first % T.PAGE_SIZE, BLOCK_N, BLOCK_D)
     elif not T.PAGED:
-        return load_rows(base, rows.stride_row, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D)
+        return load_rows(source.base, source.rows.stride_row, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D)
     elif T.PAGE_SIZE % BLOCK_N == 0:
-        origin = base + tl.cast(pages, tl.int64) * rows.stride_batch + first % T.PAGE_SIZE * rows.stride_row
-        offsets = tl.arange(0, BLOCK_N)[:, None] * rows.stride_row + tl.arange(0, BLOCK_D)[None, :]
+        origin = source.base + tl.cast(pages, tl.int64) * source.rows.stride_batch
+        origin += first % T.PAGE_SIZE * source.rows.stride_row
+        offsets = tl.arange(0, BLOCK_N)[:, None] * source.rows.stride_row + tl.arange(0, BLOCK_D)[None, :]
         return load_tile(origin + offsets, first, seqlen_k, CHECK_ROWS, DIM)
     else:
         slots = (first + tl.arange(0, BLOCK_N)) % T.PAGE_SIZE
-        row_offsets = pages.to(tl.int64) * rows.stride_batch + slots * rows.stride_row
-        return load_tile(base + row_offsets[:, None] + tl.arange(0, BLOCK_D)[None, :], first, seqlen_k, CHECK_ROWS, DIM)
+        row_offsets = pages.to(tl.int64) * source.rows.stride_batch + slots * source.rows.stride_row
+        pointers = source.base + row_offsets[:, None] + tl.arange(0, BLOCK_D)[None, :]
+        return load_tile(pointers, first, seqlen_k, CHECK_ROWS, DIM)
 
 
 @triton.jit
-def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+def key_range(m_first, seqlen_q, seqlen_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
     """(begin, full_begin, full_end, end): the keys a query tile visits, and within them the tiles that need no mask.
 
     All but `end` are multiples of BLOCK_N, and begin <= full_begin <= full_end <= end unless nothing is visited.
@@ -313,11 +307,11 @@ def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N:
     end = seqlen_k
     full_end = seqlen_k
     if T.HAS_LEFT:
-        begin = tl.maximum(m_first + diagonal - band.left, 0)
-        full_begin = (tl.maximum(m_last + diagonal - band.left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(m_first + diagonal - window.left, 0)
+        full_begin = (tl.maximum(m_last + diagonal - window.left, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     if T.HAS_RIGHT:
-        end = tl.maximum(tl.minimum(seqlen_k, m_last + diagonal + band.right + 1), 0)
-        full_end = tl.maximum(tl.minimum(seqlen_k, m_first + diagonal + band.right + 1), 0)
+        end = tl.maximum(tl.minimum(seqlen_k, m_last + diagonal + window.right + 1), 0)
+        full_end = tl.maximum(tl.minimum(seqlen_k, m_first + diagonal + window.right + 1), 0)
     end = tl.where(begin < end, end, 0)
     full_begin = tl.minimum(full_begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N)
     full_end = tl.maximum(tl.minimum(full_end, end) // BLOCK_N * BLOCK_N, full_begin)
@@ -325,7 +319,7 @@ def key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
+def query_range(n_first, seqlen_q, seqlen_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr):
     """(begin, full_begin, full_end, end): the queries that see a key tile, and within them the tiles that need no mask.
 
     Keys past seqlen_k need no mask here: row n of dK and dV depends on key n alone and is not stored.
@@ -337,11 +331,11 @@ def query_range(n_first, seqlen_q, seqlen_k, band, BLOCK_M: tl.constexpr, BLOCK_
     end = seqlen_q
     full_end = seqlen_q
     if T.HAS_RIGHT:
-        begin = tl.maximum(n_first - diagonal - band.right, 0)
-        full_begin = (tl.maximum(n_last - diagonal - band.right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+        begin = tl.maximum(n_first - diagonal - window.right, 0)
+        full_begin = (tl.maximum(n_last - diagonal - window.right, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     if T.HAS_LEFT:
-        end = tl.maximum(tl.minimum(seqlen_q, n_last - diagonal + band.left + 1), 0)
-        full_end = tl.maximum(tl.minimum(seqlen_q, n_first - diagonal + band.left + 1), 0)
+        end = tl.maximum(tl.minimum(seqlen_q, n_last - diagonal + window.left + 1), 0)
+        full_end = tl.maximum(tl.minimum(seqlen_q, n_first - diagonal + window.left + 1), 0)
     end = tl.where(begin < end, end, 0)
     full_begin = tl.minimum(full_begin, (end + BLOCK_M - 1) // BLOCK_M * BLOCK_M)
     full_end = tl.maximum(tl.minimum(full_end, end) // BLOCK_M * BLOCK_M, full_begin)
@@ -358,16 +352,16 @@ def around_gap(position, gap_begin, gap_end, EDGE: tl.constexpr):
 
 
 @triton.jit
-def keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, band, T: tl.constexpr):
+def keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, window, T: tl.constexpr):
     """Which (query, key) pairs of an edge tile exist and are not masked by causality or window."""
     diagonal = seqlen_k - seqlen_q
     # One bound per row and one comparison per score.
     last = seqlen_k - 1
     if T.HAS_RIGHT:
-        last = tl.minimum(m_idx + (diagonal + band.right), last)
+        last = tl.minimum(m_idx + (diagonal + window.right), last)
     keep = n_idx <= last
     if T.HAS_LEFT:
-        keep = keep & (n_idx >= m_idx + (diagonal - band.left))
+        keep = keep & (n_idx >= m_idx + (diagonal - window.left))
     return keep
 
 
@@ -380,10 +374,8 @@ def row_pointers(grid4, batch_idx, head, m_idx, seqlen_q):
 
 
 @triton.jit
-def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
-    """The score terms of these rows: (slope, bias_rows, bias_stride, mask_rows, mask_stride, seed); 0 where unused.
-    With DROPOUT_ORIGIN, `seed` is (seed, batch, head, row, draw): the origin of the random counters.
-    """
+def score_terms(terms, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
+    """The RowTerms of these rows."""
     slope = 0.0
     bias_rows = 0
     bias_stride = 0
@@ -391,23 +383,24 @@ def score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx, seql
     mask_stride = 0
     seed = 0
     if T.HAS_ALIBI:
-        slope = tl.load(alibi_slopes.ptr + batch_idx * alibi_slopes.stride_batch + head * alibi_slopes.stride_head)
+        slopes = terms.alibi_slopes
+        slope = tl.load(slopes.ptr + batch_idx * slopes.stride_batch + head * slopes.stride_head)
     if T.HAS_BIAS:
-        bias_rows = row_pointers(bias, batch_idx, head, m_idx, seqlen_q)
-        bias_stride = bias.stride_col
+        bias_rows = row_pointers(terms.bias, batch_idx, head, m_idx, seqlen_q)
+        bias_stride = terms.bias.stride_col
     if T.HAS_MASK:
-        mask_rows = row_pointers(mask, batch_idx, head, m_idx, seqlen_q)
-        mask_stride = mask.stride_col
+        mask_rows = row_pointers(terms.mask, batch_idx, head, m_idx, seqlen_q)
+        mask_stride = terms.mask.stride_col
     if T.HAS_DROPOUT:
-        seed = tl.load(seed_ptr)
+        seed = tl.load(terms.seed)
     if T.DROPOUT_ORIGIN:
         # The counter's words have 32 bits. Four keys share a draw, and the first of them is a multiple of four.
-        batch_origin = tl.load(seed_ptr + 1).to(tl.int32)
-        head_origin = tl.load(seed_ptr + 2).to(tl.int32)
-        row_origin = tl.load(seed_ptr + 3).to(tl.int32)
-        draw_origin = (tl.load(seed_ptr + 4) // 4).to(tl.int32)
-        seed = (seed, batch_origin, head_origin, row_origin, draw_origin)  # type: ignore[assignment]
-    return slope, bias_rows, bias_stride, mask_rows, mask_stride, seed
+        batch_origin = tl.load(terms.seed + 1).to(tl.int32)
+        head_origin = tl.load(terms.seed + 2).to(tl.int32)
+        row_origin = tl.load(terms.seed + 3).to(tl.int32)
+        draw_origin = (tl.load(terms.seed + 4) // 4).to(tl.int32)
+        seed = DropoutOrigin(seed, batch_origin, head_origin, row_origin, draw_origin)  # type: ignore[assignment]
+    return RowTerms(slope, bias_rows, bias_stride, mask_rows, mask_stride, seed)
 
 
 @triton.jit
@@ -430,21 +423,20 @@ def tanh(x):
 
 
 @triton.jit
-def natural_scores(dots, m_idx, n_idx, terms, scalars, seqlen_q, seqlen_k, CHECK: tl.constexpr, T: tl.constexpr):
+def natural_scores(dots, m_idx, n_idx, row_terms, scalars, seqlen_q, seqlen_k, CHECK: tl.constexpr, T: tl.constexpr):
     """(scores, capped): the contract's steps 1 to 4 and the boolean mask. `capped` is the score right after the
     softcap.
     """
-    slope, bias_rows, bias_stride, mask_rows, mask_stride, _ = terms
     scores = dots * scalars.scale
     if T.HAS_SOFTCAP:
         scores = scalars.softcap * tanh(scores / scalars.softcap)
     capped = scores
     if T.HAS_ALIBI:
-        scores -= slope * tl.abs(m_idx + (seqlen_k - seqlen_q) - n_idx).to(tl.float32)
+        scores -= row_terms.slope * tl.abs(m_idx + (seqlen_k - seqlen_q) - n_idx).to(tl.float32)
     if T.HAS_BIAS:
-        scores += load_columns(bias_rows, bias_stride, n_idx, seqlen_k, CHECK).to(tl.float32)
+        scores += load_columns(row_terms.bias_rows, row_terms.bias_stride, n_idx, seqlen_k, CHECK).to(tl.float32)
     if T.HAS_MASK:
-        seen = load_columns(mask_rows, mask_stride, n_idx, seqlen_k, CHECK)
+        seen = load_columns(row_terms.mask_rows, row_terms.mask_stride, n_idx, seqlen_k, CHECK)
         if T.HAS_DROPOUT:
             seen = unrelated(seen, T)
         scores = tl.where(seen != 0, scores, NEG_INF)
@@ -517,11 +509,11 @@ def dropout_keep(seed, m_idx, first, head, batch_idx, drop_below, BLOCK_N: tl.co
     zero = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
     first_draw = first // 4
     if T.DROPOUT_ORIGIN:
-        seed, batch_origin, head_origin, row_origin, draw_origin = seed
-        batch_idx += batch_origin
-        head += head_origin
-        m_idx += row_origin
-        first_draw += draw_origin
+        batch_idx += seed.batch
+        head += seed.head
+        m_idx += seed.row
+        first_draw += seed.draw
+        seed = seed.seed
     draw = zero + (first_draw + tl.arange(0, BLOCK_N // 4))[None, :]
     rows = zero + m_idx[:, None]
     heads = zero + (head + tl.zeros([BLOCK_M], tl.int32))[:, None]
@@ -536,34 +528,38 @@ ROWS_APART = tl.constexpr(1 << 30)
 
 @triton.jit
 def box_place(batch_idx, head, start, length, PACKED: tl.constexpr):
-    """Coordinates of token 0 of a (sequence, head) in a descriptor, without columns. A packed sequence begins at row
-    `start` and has `length` rows.
-    """
+    """The Place of token 0 of a (sequence, head). A packed sequence begins at row `start` and has `length` rows."""
     if PACKED:
         # The run-time value comes first: Triton 3.9's interpreter makes a constant of a constant minus a run-time
         # value.
-        return ROWS_APART, start + length, head, -length + ROWS_APART
+        return Place(ROWS_APART, start + length, head, -length + ROWS_APART, 0)
     else:
-        return batch_idx, head, batch_idx * 0
+        return Place(batch_idx, batch_idx * 0, head, batch_idx * 0, 0)
 
 
 @triton.jit
-def load_box(desc, place, first, BLOCK: tl.constexpr, DIM: tl.constexpr):
+def page_place(page, place):
+    """The same place in a page."""
+    return Place(page, place.end, place.head, place.row, place.column)
+
+
+@triton.jit
+def load_box(box, place, first, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Rows `first` to `first + BLOCK` after `place`. Rows past the end of the sequence are 0."""
-    if len(desc.block_shape) == 5:
-        return desc.load([place[0], place[1], place[2], place[3] + first, 0]).reshape([BLOCK, DIM])
+    if len(box.block_shape) == 5:
+        return box.load([place.batch, place.end, place.head, place.row + first, place.column]).reshape([BLOCK, WIDTH])
     else:
-        return desc.load([place[0], place[1], place[2] + first, 0]).reshape([BLOCK, DIM])
+        return box.load([place.batch, place.head, place.row + first, place.column]).reshape([BLOCK, WIDTH])
 
 
 @triton.jit
-def store_box(desc, place, first, tile):
+def store_box(box, place, first, tile):
     """Write a tile to the rows from `first` on. Rows past the end of the sequence are dropped."""
-    rows = tile.to(desc.dtype).reshape(desc.block_shape)
-    if len(desc.block_shape) == 5:
-        desc.store([place[0], place[1], place[2], place[3] + first, 0], rows)
+    rows = tile.to(box.dtype).reshape(box.block_shape)
+    if len(box.block_shape) == 5:
+        box.store([place.batch, place.end, place.head, place.row + first, place.column], rows)
     else:
-        desc.store([place[0], place[1], place[2] + first, 0], rows)
+        box.store([place.batch, place.head, place.row + first, place.column], rows)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import Columns, KeyScales, QuantisedQueries, Rows, Source
 from tilewise.backends.triton.primitives import NEG_INF, dot, dot_add, head_base, load_keys, page_base
 
 # The range of fp16 above 1, also as a float's exponent bits.
@@ -112,13 +113,14 @@ def code_unit(T: tl.constexpr):
 
 @triton.jit
 def scaling(scales, batch_idx, head, T: tl.constexpr):
-    """(scales, pointer to the first scale of a (sequence, head), or to that of page 0 of a head); 0 without scales."""
+    """The scales from the first of a (sequence, head) on, or from that of page 0 of a head; 0 without scales."""
     if scales is None:
         return 0
     elif T.PAGED:
-        return scales, page_base(scales, head)
+        return Rows(page_base(scales, head), scales.stride_batch, scales.stride_head, scales.stride_row)
     else:
-        return scales, head_base(scales, batch_idx, head, 0, False)
+        base = head_base(scales, batch_idx, head, 0, False)
+        return Rows(base, scales.stride_batch, scales.stride_head, scales.stride_row)
 
 
 @triton.jit
@@ -127,9 +129,9 @@ def tile_scales(
 ):  # fmt: skip
     """The scales of keys first..first+BLOCK_N, code_unit included: one number where they share it, else (1, BLOCK_N).
 
-    `source` is that of load_keys. SHARED_ROWS rows share a scale, 0 means all rows of a head, or of a page.
+    SHARED_ROWS rows share a scale, 0 means all rows of a head, or of a page.
     """
-    scales, base = source[6]
+    scales, base = source.scales, source.scales.ptr
     PER_KEY: tl.constexpr = (T.PAGE_SIZE if T.PAGED and SHARED_ROWS == 0 else SHARED_ROWS) % BLOCK_N != 0
     if not PER_KEY:
         if T.PAGED:
@@ -161,13 +163,13 @@ def load_columns_of_keys(
     if not T.HALF:
         even = even.to(tl.float32)
         odd = odd.to(tl.float32)
-    return even, odd
+    return Columns(even, odd)
 
 
 @triton.jit
 def load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T: tl.constexpr):
-    """(columns, unit (rows, 1), columns of the tail) of query rows at pointers `q_rows`, columns as (even, odd): a
-    query is its columns times its unit. `head` is a scalar or (rows,).
+    """The QuantisedQueries at pointers `q_rows`: a query is its columns times its unit. `head` is a scalar or
+    (rows,).
     """
     first = query_pairs(q_rows, row_ok, 0, T.BLOCK_D // 2, T.FIRST_DIM // 2, T)
     tail = first
@@ -189,14 +191,14 @@ def load_query_columns(q_scale, q_rows, batch_idx, head, m_idx, row_ok, T: tl.co
             power = tl.minimum(tl.maximum(power, SMALLEST), LARGEST)
             unit = power * (1.0 / HEADROOM)
             lift = (1.0 / power * HEADROOM)[:, None]
-            first = first[0] * lift, first[1] * lift
+            first = Columns(first.even * lift, first.odd * lift)
             if T.BLOCK_TAIL > 0:
-                tail = tail[0] * lift, tail[1] * lift
+                tail = Columns(tail.even * lift, tail.odd * lift)
     DTYPE: tl.constexpr = tl.float16 if T.HALF else tl.float32
-    first = first[0].to(DTYPE), first[1].to(DTYPE)
+    first = Columns(first.even.to(DTYPE), first.odd.to(DTYPE))
     if T.BLOCK_TAIL > 0:
-        tail = tail[0].to(DTYPE), tail[1].to(DTYPE)
-    return first, unit[:, None], tail
+        tail = Columns(tail.even.to(DTYPE), tail.odd.to(DTYPE))
+    return QuantisedQueries(first, unit[:, None], tail)
 
 
 @triton.jit
@@ -205,16 +207,17 @@ def query_pairs(q_rows, row_ok, begin, WIDTH: tl.constexpr, end, T: tl.constexpr
     pair = begin + tl.arange(0, WIDTH)[None, :]
     ok = row_ok[:, None] & (pair < end)
     if T.FP8_Q:
-        return columns_of(tl.load(q_rows[:, None] + pair, mask=ok, other=0), T)
+        even, odd = columns_of(tl.load(q_rows[:, None] + pair, mask=ok, other=0), T)
+        return Columns(even, odd)
     else:
         even = tl.load(q_rows[:, None] + 2 * pair, mask=ok, other=0.0).to(tl.float32)
-        return even, tl.load(q_rows[:, None] + (2 * pair + 1), mask=ok, other=0.0).to(tl.float32)
+        return Columns(even, tl.load(q_rows[:, None] + (2 * pair + 1), mask=ok, other=0.0).to(tl.float32))
 
 
 @triton.jit
 def largest_of(columns):
     """The largest magnitude in each row of (even, odd) columns."""
-    return tl.maximum(tl.max(tl.abs(columns[0]), 1), tl.max(tl.abs(columns[1]), 1))
+    return tl.maximum(tl.max(tl.abs(columns.even), 1), tl.max(tl.abs(columns.odd), 1))
 
 
 @triton.jit
@@ -222,17 +225,15 @@ def quantised_products(
     q, k_source, pages, first, seqlen_k, EDGE: tl.constexpr, BLOCK_N: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
     """(q.k of a tile of keys, scales included; its (even, odd) columns before the tail)."""
-    q_first, q_unit, q_tail = q
-    even, odd = load_columns_of_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.FIRST_DIM, T.BLOCK_D, T)
-    dots = dot_add(q_first[1], tl.trans(odd), dot(q_first[0], tl.trans(even), T), T)
+    columns = load_columns_of_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.FIRST_DIM, T.BLOCK_D, T)
+    dots = dot_add(q.first.odd, tl.trans(columns.odd), dot(q.first.even, tl.trans(columns.even), T), T)
     if T.BLOCK_TAIL > 0:
-        rows, base, table, _descs, row, col, scaling_of_keys = k_source
-        source = (rows, base + T.FIRST_DIM // 2, table, None, row, col, scaling_of_keys)
+        source = Source(k_source.rows, k_source.base + T.FIRST_DIM // 2, k_source.table, None, None, k_source.scales)
         REST: tl.constexpr = T.HEAD_DIM - T.FIRST_DIM
         tail = load_columns_of_keys(source, pages, first, seqlen_k, EDGE, BLOCK_N, REST, T.BLOCK_TAIL, T)
-        dots = dot_add(q_tail[1], tl.trans(tail[1]), dot_add(q_tail[0], tl.trans(tail[0]), dots, T), T)
-    dots = dots * (q_unit * tile_scales(k_source, pages, first, seqlen_k, T.K_SHARED_ROWS, BLOCK_N, T))
-    return dots, (even, odd)
+        dots = dot_add(q.tail.odd, tl.trans(tail.odd), dot_add(q.tail.even, tl.trans(tail.even), dots, T), T)
+    dots = dots * (q.unit * tile_scales(k_source, pages, first, seqlen_k, T.K_SHARED_ROWS, BLOCK_N, T))
+    return dots, columns
 
 
 @triton.jit
@@ -262,10 +263,10 @@ def row_tops(scores, scales, T: tl.constexpr):
     else:
         sizes = tl.where(scores == NEG_INF, 0.0, tl.abs(scales))
         if T.INTERPRETED:
-            return tl.max(scores, 1), (scales, tl.max(sizes, 1))
+            return tl.max(scores, 1), KeyScales(scales, tl.max(sizes, 1))
         else:
             tops, scale_tops = tl.reduce((scores, sizes), 1, larger_of_each)
-            return tops, (scales, scale_tops)
+            return tops, KeyScales(scales, scale_tops)
 
 
 @triton.jit
@@ -296,4 +297,4 @@ def add_quantised_values(
         unit = v_scales * (1.0 / HEADROOM)
     acc_even = acc_even * alpha[:, None] + dot(weights, even, T) * unit
     acc_odd = acc_odd * alpha[:, None] + dot(weights, odd, T) * unit
-    return acc_even, acc_odd
+    return Columns(acc_even, acc_odd)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tilewise.backends.gpu.records import QueryTile, RowTerms, Source, Sources, Stretch, TangentState
 from tilewise.backends.gpu.work_list import clear_rows, listed_item
 from tilewise.backends.triton.backward import probability
 from tilewise.backends.triton.forward import finish, initial_state, plain_step, with_endless_sinks
@@ -36,16 +37,16 @@ from tilewise.backends.triton.primitives import (
     dropout_keep,
     head_base,
     keep_in_band,
+    key_base,
     key_pages,
     key_range,
     key_span,
-    load_box,
     load_columns,
     load_keys,
-    load_rows,
+    load_queries,
     lse_in_log2,
     natural_scores,
-    page_base,
+    page_table,
     query_span,
     row_pointers,
     score_terms,
@@ -77,60 +78,6 @@ def query_item(work, lengths, sizes, BLOCK_M: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def key_origin(rows, desc, kv_head, batch_idx, k_start, seqlen_k, T: tl.constexpr):
-    """Where keys (or values, or their tangents) of a sequence begin: coordinates with a box, else a pointer; 0 without
-    rows.
-
-    A source of keys is (rows, origin, table, box). Kernels build it themselves: Triton 3.6 returns no tuple with None.
-    """
-    if rows is None:
-        return 0
-    elif desc is not None:
-        return box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
-    elif T.PAGED:
-        return page_base(rows, kv_head)
-    else:
-        return head_base(rows, batch_idx, kv_head, k_start, T.PACKED_K)
-
-
-@triton.jit
-def page_table(lengths, batch_idx, T: tl.constexpr):
-    """Pointer to the table entries of a sequence; 0 without pages."""
-    if T.PAGED:
-        return lengths.block_table + tl.cast(batch_idx, tl.int64) * lengths.table_stride
-    else:
-        return 0
-
-
-@triton.jit
-def load_source(
-    source, pages, first, seqlen_k,
-    CHECK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """A tile of a source of keys (see key_origin)."""
-    rows, origin, table, desc = source
-    if desc is not None:
-        return load_box(desc, origin, first, BLOCK_N, DIM)
-    else:
-        return load_keys(
-            (rows, origin, table, None, 0, 0, 0), pages, first, seqlen_k, CHECK_ROWS, BLOCK_N, DIM, BLOCK_D, T
-        )
-
-
-@triton.jit
-def load_query_tile(
-    rows, desc, batch_idx, head, q_start, first, seqlen_q,
-    CHECK_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """A tile of q, dout or the tangent of q, by a box if there is one."""
-    if desc is not None:
-        return load_box(desc, box_place(batch_idx, head, q_start, seqlen_q, T.PACKED_Q), first, BLOCK_M, DIM)
-    else:
-        base = head_base(rows, batch_idx, head, q_start, T.PACKED_Q)
-        return load_rows(base, rows.stride_row, first, seqlen_q, CHECK_ROWS, BLOCK_M, DIM, BLOCK_D)
-
-
-@triton.jit
 def product_tangents(a, b, dot_a, dot_b, HAS_A: tl.constexpr, HAS_B: tl.constexpr, T: tl.constexpr):
     """The tangent of a b^T: a' b^T + a b'^T, without the products of absent tangents."""
     if HAS_A and HAS_B:
@@ -145,11 +92,12 @@ def product_tangents(a, b, dot_a, dot_b, HAS_A: tl.constexpr, HAS_B: tl.constexp
 
 @triton.jit
 def bias_tangent_rows(dot_bias, batch_idx, head, m_idx, seqlen_q):
-    """(pointers to key 0 of the rows, stride of columns) of the tangent of a bias; zeros without one."""
+    """The tangent of a bias in the form of the bias of RowTerms; zeros without one."""
     if dot_bias is None:
-        return 0, 0
+        return RowTerms(0.0, 0, 0, 0, 0, 0)
     else:
-        return row_pointers(dot_bias, batch_idx, head, m_idx, seqlen_q), dot_bias.stride_col
+        rows = row_pointers(dot_bias, batch_idx, head, m_idx, seqlen_q)
+        return RowTerms(0.0, rows, dot_bias.stride_col, 0, 0, 0)
 
 
 @triton.jit
@@ -165,7 +113,7 @@ def score_tangents(
         ratio = capped / scalars.softcap
         score = raw * (1.0 - ratio * ratio)
     if A.BIAS:
-        score += load_columns(dot_bias[0], dot_bias[1], n_idx, seqlen_k, CHECK).to(tl.float32)
+        score += load_columns(dot_bias.bias_rows, dot_bias.bias_stride, n_idx, seqlen_k, CHECK).to(tl.float32)
     return raw, score
 
 
@@ -188,7 +136,7 @@ def sink_share(sinks, head, lse, T: tl.constexpr):
 
 @triton.jit
 def tangent_step(
-    state, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q, seqlen_k,
+    state, q_tile, dot_q_tile, sources, pages, first, place, row_terms, dot_bias, scalars, window, seqlen_q, seqlen_k,
     full_begin, full_end, tile_bits, kind,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr, A: tl.constexpr,
     T: tl.constexpr,
@@ -200,23 +148,23 @@ def tangent_step(
     k_source, v_source, dot_k_source, dot_v_source = sources
     _m_first, m_idx, head, batch_idx = place
     n_idx = (first + tl.arange(0, BLOCK_N))[None, :]
-    k_tile = load_source(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+    k_tile = load_keys(k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     dot_k_tile = k_tile
     if A.K:
-        dot_k_tile = load_source(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
+        dot_k_tile = load_keys(dot_k_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM, T.BLOCK_D, T)
     dots = dot(q_tile, tl.trans(k_tile), T)
     products = product_tangents(q_tile, k_tile, dot_q_tile, dot_k_tile, A.Q, A.K, T)
     scores, capped = dots, dots
     if T.TRANSFORMED:
         # The last tile of boxed keys may be incomplete, so a bias is read with its bound checked.
         scores, capped = natural_scores(
-            dots, m_idx[:, None], n_idx, terms, scalars, seqlen_q, seqlen_k, EDGE or BOXED, T
+            dots, m_idx[:, None], n_idx, row_terms, scalars, seqlen_q, seqlen_k, EDGE or BOXED, T
         )
     if BOXED:
         if (first < full_begin) | (first >= full_end):
-            scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+            scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, window, T), scores, NEG_INF)
     elif EDGE:
-        scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, band, T), scores, NEG_INF)
+        scores = tl.where(keep_in_band(m_idx[:, None], n_idx, seqlen_q, seqlen_k, window, T), scores, NEG_INF)
     if tile_bits is not None:
         scores = hide_scores(scores, tile_bits, kind, m_idx[:, None], n_idx)
     if KNOWN:
@@ -243,10 +191,10 @@ def tangent_step(
         dot_acc = (dot_acc + (mean - new_mean)[:, None] * acc) * alpha[:, None]
         acc = acc * alpha[:, None]
         mean = new_mean
-    v_tile = load_source(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+    v_tile = load_keys(v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
     kept = p
     if T.HAS_DROPOUT:
-        keep = dropout_keep(terms[5], m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
+        keep = dropout_keep(row_terms.seed, m_idx, first, head, batch_idx, scalars.drop_below, BLOCK_N, T)
         kept = tl.where(keep, p, 0.0)
     weights = kept.to(v_tile.dtype)
     if not KNOWN:
@@ -254,15 +202,15 @@ def tangent_step(
     if A.Q or A.K or A.BIAS or (A.SINKS and not KNOWN):
         dot_acc = dot_add((kept * (score - mean[:, None])).to(v_tile.dtype), v_tile, dot_acc, T)
     if A.V:
-        dot_v_tile = load_source(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
+        dot_v_tile = load_keys(dot_v_source, pages, first, seqlen_k, EDGE, BLOCK_N, T.HEAD_DIM_V, T.BLOCK_DV, T)
         dot_acc = dot_add(weights, dot_v_tile, dot_acc, T)
-    return acc, dot_acc, row_max, row_sum, dot_sum, mean
+    return TangentState(acc, dot_acc, row_max, row_sum, dot_sum, mean)
 
 
 @triton.jit
 def tangent_loop(
-    state, q_tile, dot_q_tile, sources, place, terms, dot_bias, scalars, band, seqlen_q, seqlen_k, begin, gap_begin,
-    gap_end, end, full_begin, full_end, tile_map, tile_bits,
+    state, q_tile, dot_q_tile, sources, place, row_terms, dot_bias, scalars, window, seqlen_q, seqlen_k, stretch,
+    full_begin, full_end, tile_map, tile_bits,
     EDGE: tl.constexpr, BOXED: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr, A: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
@@ -270,32 +218,33 @@ def tangent_loop(
     that are not between full_begin and full_end. Tiles that a tile mask hides are skipped. The state: sums of P v and
     P ((S' - mean) v + v'), row_max, row_sum, sum of P S', mean. If KNOWN, the first is 0 and row_max is lse.
     """
+    begin, gap_begin, gap_end, end = stretch
     acc, dot_acc, row_max, row_sum, dot_sum, mean = state
     m_first, _m_idx, head, batch_idx = place
     # tl.assume tells ptxas that the loop runs. With a path around the loop it waits after every wgmma (C7515).
     stop = gap_begin + tl.maximum(end - gap_end, 0)
     if begin < stop:
         tl.assume(begin < stop)
-        pages = key_pages(sources[0], around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
+        pages = key_pages(sources.k, around_gap(begin, gap_begin, gap_end, EDGE), seqlen_k, BLOCK_N, T)
         for position in tl.range(begin, stop, BLOCK_N):
             first = around_gap(position, gap_begin, gap_end, EDGE)
-            now = (acc, dot_acc, row_max, row_sum, dot_sum, mean)
+            now = TangentState(acc, dot_acc, row_max, row_sum, dot_sum, mean)
             if tile_map is not None:
                 kind = kind_at(tile_map, batch_idx, head, m_first, first)
                 if kind != EMPTY:
                     acc, dot_acc, row_max, row_sum, dot_sum, mean = tangent_step(
-                        now, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q,
-                        seqlen_k, full_begin, full_end, tile_bits, kind, EDGE, BOXED, BLOCK_N, KNOWN, A, T
+                        now, q_tile, dot_q_tile, sources, pages, first, place, row_terms, dot_bias, scalars, window,
+                        seqlen_q, seqlen_k, full_begin, full_end, tile_bits, kind, EDGE, BOXED, BLOCK_N, KNOWN, A, T
                     )  # fmt: skip
             else:
                 acc, dot_acc, row_max, row_sum, dot_sum, mean = tangent_step(
-                    now, q_tile, dot_q_tile, sources, pages, first, place, terms, dot_bias, scalars, band, seqlen_q,
-                    seqlen_k, full_begin, full_end, None, 0, EDGE, BOXED, BLOCK_N, KNOWN, A, T
+                    now, q_tile, dot_q_tile, sources, pages, first, place, row_terms, dot_bias, scalars, window,
+                    seqlen_q, seqlen_k, full_begin, full_end, None, 0, EDGE, BOXED, BLOCK_N, KNOWN, A, T
                 )  # fmt: skip
             if T.PAGED:
                 following = around_gap(position + BLOCK_N, gap_begin, gap_end, EDGE)
-                pages = key_pages(sources[0], following, seqlen_k, BLOCK_N, T)
-    return acc, dot_acc, row_max, row_sum, dot_sum, mean
+                pages = key_pages(sources.k, following, seqlen_k, BLOCK_N, T)
+    return TangentState(acc, dot_acc, row_max, row_sum, dot_sum, mean)
 
 
 @triton.jit
@@ -313,11 +262,11 @@ def clear_tails(out, lse, dot_out, dot_lse, lengths, sizes, KNOWN: tl.constexpr,
             tl.store(at, tl.zeros([CLEARED], tl.float32), mask=heads < sizes.num_heads)
 
 
-@triton.jit(do_not_specialize=["sizes", "band", "scalars"])
+@triton.jit(do_not_specialize=["sizes", "window", "scalars"])
 def tangent_kernel(
     q, k, v, dot_q, dot_k, dot_v, q_desc, k_desc, v_desc, dot_q_desc, dot_k_desc, dot_v_desc, out_desc, dot_out_desc,
-    out, lse, dot_out, dot_lse, bias, dot_bias, mask, tile_map, tile_bits, alibi_slopes, sinks, dot_sinks, seed_ptr,
-    lengths, work, sizes, band, scalars,
+    out, lse, dot_out, dot_lse, terms, dot_bias, tile_map, tile_bits, sinks, dot_sinks,
+    lengths, paging, work, sizes, window, scalars,
     T: tl.constexpr, A: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """Compute out, lse and their tangents of one (query tile, head, sequence); if KNOWN, only the tangents."""
@@ -329,21 +278,22 @@ def tangent_kernel(
         return
     m_idx = m_first + tl.arange(0, BLOCK_M)
     kv_head = head // T.GROUP_SIZE
-    table = page_table(lengths, batch_idx, T)
-    k_source = (k, key_origin(k, k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, k_desc)
-    v_source = (v, key_origin(v, v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, v_desc)
-    dot_k_source = (dot_k, key_origin(dot_k, dot_k_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_k_desc)
-    dot_v_source = (dot_v, key_origin(dot_v, dot_v_desc, kv_head, batch_idx, k_start, seqlen_k, T), table, dot_v_desc)
-    sources = (k_source, v_source, dot_k_source, dot_v_source)
-    q_tile = load_query_tile(
+    table = page_table(paging, batch_idx, T)
+    key_place = box_place(batch_idx, kv_head, k_start, seqlen_k, T.PACKED_K)
+    k_source = Source(k, key_base(k, batch_idx, kv_head, k_start, T), table, k_desc, key_place, 0)
+    v_source = Source(v, key_base(v, batch_idx, kv_head, k_start, T), table, v_desc, key_place, 0)
+    dot_k_source = Source(dot_k, key_base(dot_k, batch_idx, kv_head, k_start, T), table, dot_k_desc, key_place, 0)
+    dot_v_source = Source(dot_v, key_base(dot_v, batch_idx, kv_head, k_start, T), table, dot_v_desc, key_place, 0)
+    sources = Sources(k_source, v_source, dot_k_source, dot_v_source)
+    q_tile = load_queries(
         q, q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
     )
     dot_q_tile = q_tile
     if A.Q:
-        dot_q_tile = load_query_tile(
+        dot_q_tile = load_queries(
             dot_q, dot_q_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM, T.BLOCK_D, T
         )
-    terms = score_terms(alibi_slopes, bias, mask, seed_ptr, batch_idx, head, m_idx[:, None], seqlen_q, T)
+    row_terms = score_terms(terms, batch_idx, head, m_idx[:, None], seqlen_q, T)
     dot_bias_rows = bias_tangent_rows(dot_bias, batch_idx, head, m_idx[:, None], seqlen_q)
     lse_at = head_base(lse, batch_idx, head, q_start, T.PACKED_Q) + m_idx * lse.stride_row
     row_max, row_sum = initial_state(sinks, head, True, scalars, BLOCK_M, T)
@@ -355,28 +305,29 @@ def tangent_kernel(
         dot_sum = dot_sum * sink_share(sinks, head, known_lse, T)
         row_max = tl.where(known_lse == NEG_INF, float("inf"), known_lse if T.TRANSFORMED else lse_in_log2(known_lse))
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        state = (0.0, zeros(BLOCK_M, T.BLOCK_DV), row_max, row_sum, dot_sum, row_sum)
+        state = TangentState(0.0, zeros(BLOCK_M, T.BLOCK_DV), row_max, row_sum, dot_sum, row_sum)
     else:
         mean = row_mean(dot_sum, row_sum)
-        state = (zeros(BLOCK_M, T.BLOCK_DV), zeros(BLOCK_M, T.BLOCK_DV), row_max, row_sum, dot_sum, mean)
-    place = (m_first, m_idx, head, batch_idx)
+        nothing = zeros(BLOCK_M, T.BLOCK_DV)
+        state = TangentState(nothing, nothing, row_max, row_sum, dot_sum, mean)
+    place = QueryTile(m_first, m_idx, head, batch_idx)
 
-    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, band, BLOCK_M, BLOCK_N, T)
+    begin, full_begin, full_end, end = key_range(m_first, seqlen_q, seqlen_k, window, BLOCK_M, BLOCK_N, T)
     if BOXED:
         state = tangent_loop(
-            state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
-            end, end, end, full_begin, full_end, tile_map, tile_bits, False, True, BLOCK_N, KNOWN, A, T
+            state, q_tile, dot_q_tile, sources, place, row_terms, dot_bias_rows, scalars, window, seqlen_q, seqlen_k,
+            Stretch(begin, end, end, end), full_begin, full_end, tile_map, tile_bits, False, True, BLOCK_N, KNOWN, A, T
         )  # fmt: skip
     else:
         state = tangent_loop(
-            state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k,
-            full_begin, full_end, full_end, full_end, full_begin, full_end, tile_map, tile_bits, False, False,
+            state, q_tile, dot_q_tile, sources, place, row_terms, dot_bias_rows, scalars, window, seqlen_q, seqlen_k,
+            Stretch(full_begin, full_end, full_end, full_end), full_begin, full_end, tile_map, tile_bits, False, False,
             BLOCK_N, KNOWN, A, T
         )  # fmt: skip
         state = tangent_loop(
-            state, q_tile, dot_q_tile, sources, place, terms, dot_bias_rows, scalars, band, seqlen_q, seqlen_k, begin,
-            full_begin, full_end, end, full_begin, full_end, tile_map, tile_bits, True, False, BLOCK_N, KNOWN,
-            A, T
+            state, q_tile, dot_q_tile, sources, place, row_terms, dot_bias_rows, scalars, window, seqlen_q, seqlen_k,
+            Stretch(begin, full_begin, full_end, end), full_begin, full_end, tile_map, tile_bits, True, False, BLOCK_N,
+            KNOWN, A, T
         )  # fmt: skip
 
     acc, dot_acc, row_max, row_sum, dot_sum, mean = state
@@ -384,7 +335,7 @@ def tangent_kernel(
     if KNOWN:
         if T.HAS_DROPOUT:
             dot_acc = dot_acc * scalars.keep_scale
-        out_tile = load_query_tile(
+        out_tile = load_queries(
             out, out_desc, batch_idx, head, q_start, m_first, seqlen_q, True, BLOCK_M, T.HEAD_DIM_V, T.BLOCK_DV, T
         )
         dot_result = dot_acc + (mean - dot_sum)[:, None] * out_tile.to(tl.float32)
