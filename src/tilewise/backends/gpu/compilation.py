@@ -40,8 +40,10 @@ WIDE = 2**31
 # How many kernels' parameter types and launch layouts are cached; a program uses a few dozen.
 MAX_COMPILED = 1024
 
-# The position of an argument or of a tuple's element: (parameter,) or (parameter, element).
+# The position of an argument or of a record's element: (parameter,), (parameter, element) or further in.
 Path = tuple[int, ...]
+# Constants stand no further in than this: see gpu.records.
+OUTER = 2
 
 
 class Types(NamedTuple):
@@ -85,6 +87,7 @@ def _kind(argument: Any, path: Path, found: _Found) -> Any:
         found.passed.append(argument)
         return "i32" if _is_narrow(argument) else "i64"
     if argument is None or kind is Fixed:
+        assert argument is None or len(path) <= OUTER, f"Triton 3.6 loses constants this deep in records: {path}"
         found.constants.append((path, None if argument is None else fixed(argument.value)))
         return CONSTANT
     if isinstance(argument, tuple):

@@ -2,7 +2,8 @@
 
 Each is a NamedTuple, which Triton and Gluon take as an argument and make in device code, as the interpreter and the
 emulator of the tests do. A part that a problem does not have is None. Triton 3.6 returns no None from a function of the
-device, so a record with a part that may be absent is made where it is used.
+device, so a record with a part that may be absent is made where it is used; and a constant in a record in a record is
+lost there in branches and loops, so constants stand in the outer one.
 """
 
 from __future__ import annotations
@@ -79,12 +80,14 @@ class Window(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What changes scores and probabilities: bias and mask as Grids, the slopes of ALiBi as Rows, the seed of dropout
-    as a pointer.
+    """What changes scores and probabilities: bias and mask as Rows and the stride of their columns, the slopes of ALiBi
+    as Rows, the seed of dropout as a pointer.
     """
 
     bias: Any
+    bias_stride: Any
     mask: Any
+    mask_stride: Any
     alibi_slopes: Any
     seed: Any
 

@@ -113,17 +113,17 @@ def _extent_among_few(few, batch_idx, C: gl.constexpr):
     q_start, seqlen_q, k_start, seqlen_k = few[0]
     for i in gl.static_range(1, FEW):
         here = batch_idx == i
-        seqlen_q = gl.where(here, few[i].seqlen_q, seqlen_q)
-        seqlen_k = gl.where(here, few[i].seqlen_k, seqlen_k)
-        q_start = gl.where(here, few[i].q_start, q_start)
-        k_start = gl.where(here, few[i].k_start, k_start)
+        q_first, q_rows, k_first, k_rows = few[i]
+        q_start, seqlen_q = gl.where(here, q_first, q_start), gl.where(here, q_rows, seqlen_q)
+        k_start, seqlen_k = gl.where(here, k_first, k_start), gl.where(here, k_rows, seqlen_k)
     return Extent(q_start, seqlen_q, k_start, seqlen_k)
 
 
 @gluon.jit
 def _counts(asked, sizes, C: gl.constexpr):
-    """Key tiles of sequences, over all heads."""
-    _, count = key_tiles_of(asked.seqlen_q, asked.seqlen_k, sizes, C)
+    """Key tiles of sequences, over all heads. (In Triton 3.6 an Extent out of a tuple has lost its names.)"""
+    _, seqlen_q, _, seqlen_k = asked
+    _, count = key_tiles_of(seqlen_q, seqlen_k, sizes, C)
     return count * sizes.num_kv_heads
 
 

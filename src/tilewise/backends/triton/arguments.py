@@ -265,8 +265,8 @@ def score_arguments(plan: Plan, views: Views) -> dict[str, Any]:
         "k": key_rows(problem, "k", views["k"]),
         "v": key_rows(problem, "v", views["v"]),
         "terms": Terms(
-            bias=grid_argument(views, "bias"),
-            mask=grid_argument(views, "mask"),
+            *_rows_and_columns(grid_argument(views, "bias")),
+            *_rows_and_columns(grid_argument(views, "mask")),
             alibi_slopes=None
             if slopes is None
             else Rows(single_address(views, "alibi_slopes"), slopes.strides[0], slopes.strides[1], 0),
@@ -314,6 +314,11 @@ def grid_argument(views: Views, name: str) -> Grid | None:
     if not view.aligned or any(stride % unit for stride in (batch, head, row)):
         return Grid(Address(name, dtype, aligned=False), batch, head, row, last)
     return Grid(Address(name, dtype), Multiple(batch, unit), Multiple(head, unit), Multiple(row, unit), last)
+
+
+def _rows_and_columns(grid: Grid | None) -> tuple[Rows | None, Any]:
+    """The rows of a bias or mask, and the stride of its columns (see Terms)."""
+    return (None, None) if grid is None else (Rows(*grid[:4]), grid.stride_col)
 
 
 def is_listed(plan: Plan, direction: Pass) -> bool:

@@ -366,11 +366,11 @@ def keep_in_band(m_idx, n_idx, seqlen_q, seqlen_k, window, T: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(grid4, batch_idx, head, m_idx, seqlen_q):
+def row_pointers(rows, batch_idx, head, m_idx, seqlen_q):
     """Pointers to key 0 of the rows of a bias or mask; rows past the end are clamped, so no row mask is needed."""
     row = tl.minimum(m_idx, seqlen_q - 1).to(tl.int64)
-    base = grid4.ptr + tl.cast(batch_idx, tl.int64) * grid4.stride_batch + tl.cast(head, tl.int64) * grid4.stride_head
-    return base + row * grid4.stride_row
+    base = rows.ptr + tl.cast(batch_idx, tl.int64) * rows.stride_batch + tl.cast(head, tl.int64) * rows.stride_head
+    return base + row * rows.stride_row
 
 
 @triton.jit
@@ -387,10 +387,10 @@ def score_terms(terms, batch_idx, head, m_idx, seqlen_q, T: tl.constexpr):
         slope = tl.load(slopes.ptr + batch_idx * slopes.stride_batch + head * slopes.stride_head)
     if T.HAS_BIAS:
         bias_rows = row_pointers(terms.bias, batch_idx, head, m_idx, seqlen_q)
-        bias_stride = terms.bias.stride_col
+        bias_stride = terms.bias_stride
     if T.HAS_MASK:
         mask_rows = row_pointers(terms.mask, batch_idx, head, m_idx, seqlen_q)
-        mask_stride = terms.mask.stride_col
+        mask_stride = terms.mask_stride
     if T.HAS_DROPOUT:
         seed = tl.load(terms.seed)
     if T.DROPOUT_ORIGIN:
