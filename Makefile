@@ -78,7 +78,7 @@ bench: $(READY)
 # that was cut off goes on.
 test-gpu:
 	@echo "Estimated for an H200 with 16 cores: 20 minutes in 15 processes, hours in one. The Makefile says how to divide it."
-	PYTHONPATH=src:bench:tools:tests/backends:build/gpu python3 -m pytest -q -p resuming tests/backends/test_conformance.py tests/gpu --device cuda --backend hopper --backend triton $(ARGS)
+	PYTHONPATH=src:bench:tools:tests/backends:build/gpu python3 -m pytest -q -p resuming -p no:benchmark tests/backends/test_conformance.py tests/gpu --device cuda --backend hopper --backend triton $(ARGS)
 
 # Figures and, where matplotlib is there, plots under bench/results. ARGS="--only decode --output FILE" for a part of it.
 bench-gpu:
