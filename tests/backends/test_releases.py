@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from tilewise import dispatch
 from tilewise.backends.gpu import releases, trial
+from tilewise.backends.gpu.symbols import KernelCall
 from tilewise.errors import Unsupported
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
@@ -125,3 +128,25 @@ def test_no_mode_of_the_caller_is_in_force_in_a_trial() -> None:
     backend: Any = Tried()
     with torch.inference_mode(), torch.device("meta"), pytest.warns(UserWarning, match="newer"):
         assert trial.failure(backend) is None
+
+
+def test_kernels_have_one_name_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    jit = pytest.importorskip("triton.runtime.jit")
+    modules = [importlib.import_module(f"tilewise.backends.{name}") for name in ("triton.backward", "hopper.decode")]
+    kernels = [
+        getattr(module, name) for module, name in zip(modules, ("row_stats_kernel", "decode_kernel"), strict=True)
+    ]
+    functions = [one for one in gc.get_objects() if issubclass(type(one), jit.JITCallable)]
+
+    def named(first: Sequence[Any]) -> list[str]:
+        """In a process that has named other functions before."""
+        for function in functions:
+            monkeypatch.setattr(function, "hash", None)
+            monkeypatch.setattr(function, "used_global_vals", {})
+        for function in (*first, *kernels):
+            KernelCall(function, (1, 1, 1), {})
+            assert function.cache_key
+        return [kernel.cache_key for kernel in kernels]
+
+    helpers = [one for module in modules for one in vars(module).values() if isinstance(one, jit.JITFunction)]
+    assert named(()) == named(helpers) == named(helpers[::-1])

@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterator
 from importlib import metadata
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
 if TYPE_CHECKING:  # what a class of device values looks like to a type checker
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # what a class of device values looks like to a type checker
 
 # Releases on which all tests ran.
 OLDEST, NEWEST = (3, 6), (3, 9)
+FIRST_WITH_STABLE_NAMES = (3, 8)
 
 
 @functools.cache
@@ -76,6 +79,32 @@ def assembler_options(kernel: Any) -> str | None:
     import triton
 
     return " ".join(filter(None, (triton.knobs.nvidia.ptxas_options, "--regAllocOptLevel=4")))
+
+
+def name_in_order(kernel: Any) -> None:
+    """Give a kernel the name under which Triton's cache on disk has it.
+
+    Up to 3.7 the name of a function depends on which functions that it calls were named before, so that a process would
+    compile again what another one, `tilewise warmup` say, has compiled. Here those it calls always come first.
+    """
+    if getattr(kernel, "hash", "") is None and _release() < FIRST_WITH_STABLE_NAMES:
+        for function in _callees_first(kernel, set()):
+            function.cache_key  # noqa: B018  (made when it is asked for)
+
+
+def _callees_first(function: Any, met: set[int]) -> Iterator[Any]:
+    """A function of the device after all that it calls. They are told apart by `id`: their hash is the name."""
+    from triton.runtime.jit import JITCallable
+
+    met.add(id(function))
+    names, known = function.fn.__code__.co_names, function.fn.__globals__
+    found = [known.get(name) for name in names]
+    found += [vars(value).get(name) for value in found if isinstance(value, ModuleType) for name in names]
+    for value in found:
+        for called in (value, *getattr(value, "hash_attrs", ())):
+            if isinstance(called, JITCallable) and id(called) not in met:
+                yield from _callees_first(called, met)
+    yield function
 
 
 @functools.cache

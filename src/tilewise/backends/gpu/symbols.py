@@ -76,6 +76,9 @@ class KernelCall:
     fused: bool = True
     overlaps: bool = False
 
+    def __post_init__(self) -> None:
+        releases.name_in_order(self.kernel)
+
     @property
     def ordered(self) -> list[Any]:
         """The arguments in the order of the kernel's parameters."""
