@@ -72,10 +72,11 @@ bench: $(READY)
 	PYTHONPATH=bench $(BIN)/python -m suite --device cpu --plots docs/images $(ARGS)
 
 # On a machine with a GPU: the python3 that is there, with its torch and Triton; nothing is installed. Most of the time goes
-# into compiling: the conformance suite alone takes some 2,900 kernels. ARGS='-n 15 -m "not exhaustive"' takes 15 processes, where pytest-xdist is installed or
-# lies in build/gpu (`pip install --target build/gpu pytest-xdist`, on any machine); the tests that want the GPU for
-# themselves, -m exhaustive, are run after it. ARGS="--outcomes FILE" writes what each test gave: with the same file a run
-# that was cut off goes on.
+# into compiling: the conformance suite alone takes some 2,900 kernels. ARGS='-n 15 -m "not exhaustive"' takes 15 processes,
+# where pytest-xdist is installed or lies in build/gpu (`pip install --target build/gpu pytest-xdist`, on any machine); the
+# tests that want the GPU for themselves, -m exhaustive, are run after it. ARGS="--outcomes FILE" writes what each test gave:
+# with the same file a run that was cut off goes on.
+test-gpu: export OMP_WAIT_POLICY := passive
 test-gpu:
 	@echo "Estimated for an H200 with 16 cores: 20 minutes in 15 processes, hours in one. The Makefile says how to divide it."
 	PYTHONPATH=src:bench:tools:tests/backends:build/gpu python3 -m pytest -q -p resuming -p no:benchmark tests/backends/test_conformance.py tests/gpu --device cuda --backend hopper --backend triton $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,6 +16,12 @@ import torch
 from tilewise.backends.gpu.counters import Counters, counters_of
 
 HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The processes of pytest-xdist share the cores, on which many references are computed."""
+    if hasattr(config, "workerinput") and torch.cuda.is_available():
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.workerinput["workercount"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
