@@ -540,14 +540,20 @@ def test_schedules_own_every_row_once() -> None:
         division = schedule.Division(2 * group, 2, 64, 64, 4, left, right, few, few or splits, False, shared_heads)
         bounds = count, max(rows), max(keys)
         found = schedule.forward_schedule(division, bounds, (rows, keys), draw.randint(1, 9))
-        entries = [tuple(found.entries[i : i + 5]) for i in range(0, len(found.entries), 5)]
-        assert len(entries) == found.num_entries
+        fields = [tuple(found.entries[i : i + 4]) for i in range(0, len(found.entries), 4)]
+        assert len(fields) == found.num_entries
+        # What kernels make of a block at the end of a unit.
+        units = [n * found.heads_per_unit for n in rows]
+        entries = [
+            (batch, first, min(found.block_m, units[batch] - first), chunk, chunks)
+            for batch, first, chunk, chunks in fields
+        ]
         chunks = [division.chunks(n) for n in keys]
         owned = sorted(
             (batch, row, chunk)
             for batch, first, size, chunk, all_chunks in entries
             for row in range(first, first + size)
-            if all_chunks == chunks[batch] and size <= found.block_m
+            if all_chunks == chunks[batch] and size > 0
         )
         expected = [
             (batch, row, chunk)
@@ -562,3 +568,25 @@ def test_schedules_own_every_row_once() -> None:
             for end, entry in zip(ends, entries, strict=True)
         ]
         assert costs == sorted(costs, reverse=True)
+
+
+def test_schedules_of_equal_sequences_own_every_row_once() -> None:
+    draw = Draw(6)
+    for _ in range(200):
+        batch, group, few, splits = draw.randint(1, 4), draw.choice((1, 2, 4)), draw.random() < 0.3, draw.random() < 0.5
+        seqlen_q, seqlen_k = draw.randint(0, 8 // group if few else 500), draw.randint(0, 3000)
+        left, right = draw.choice(((None, None), (None, 0), (40, 10), (40, None)))
+        shared_heads = group if few or splits else 1
+        division = schedule.Division(2 * group, 2, 64, 64, 4, left, right, few, few or splits, False, shared_heads)
+        sizes = schedule.Blocks.of(division, (batch, seqlen_q, seqlen_k), draw.randint(1, 9))
+        found = schedule.equal_schedule(division, sizes)
+        rows, chunks = seqlen_q * found.heads_per_unit, division.chunks(seqlen_k)
+        entries = [tuple(found.entries[i : i + 4]) for i in range(0, len(found.entries), 4)]
+        owned = sorted(
+            (one, row, chunk)
+            for one, first, chunk, all_chunks in entries
+            for row in range(first, min(first + found.block_m, rows))
+            if all_chunks == chunks
+        )
+        assert owned == [(one, row, chunk) for one in range(batch) for row in range(rows) for chunk in range(chunks)]
+        assert len(set(entries)) == len(entries) == found.num_entries

@@ -48,6 +48,7 @@ from tilewise.backends.cpu.scoring import (
     prepare_rows,
     q_length,
     q_start,
+    rows_of_item,
     run_length,
     scale_address,
     scale_step,
@@ -437,7 +438,7 @@ def key_ahead(p: int, batch: int, kv_head: int, row: int, last: int, following: 
     length = k_length(p, other)
     if row + sz.BLOCK_N <= last or following < 0 or length == 0:
         return kv_address(p, f.K, batch, kv_head, min(row + sz.BLOCK_N, last))
-    first = load_i64(entry_of(p, following) + 24) * field(p, f.CHUNK) + row % sz.BLOCK_N
+    first = load_i64(entry_of(p, following) + 16) * field(p, f.CHUNK) + row % sz.BLOCK_N
     other_head = following % field(p, f.UNITS) * field(p, f.HEADS_PER_UNIT) // field(p, f.GROUP_SIZE)
     return kv_address(p, f.K, other, other_head, min(first, length - 1))
 
@@ -487,8 +488,9 @@ def softmax_tile(p: int, ws: int, batch: int, count: int, k0: int, size: int) ->
 def decode_item(p: int, ws: int, item: int, following: int) -> None:
     """One work item. The thread takes `following` next, -1 if unknown."""
     unit, place = item % field(p, f.UNITS), entry_of(p, item)
-    batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
-    chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
+    batch, first_row = load_i64(place), load_i64(place + 8)
+    chunk, num_chunks = load_i64(place + 16), load_i64(place + 24)
+    count = rows_of_item(p, batch, first_row)
     head, block_m = unit * field(p, f.HEADS_PER_UNIT), field(p, f.BLOCK_M)
     kv_head, rows = head // field(p, f.GROUP_SIZE), q_length(p, batch) * field(p, f.GROUP_SIZE)
     k_len, k_begin = k_length(p, batch), chunk * field(p, f.CHUNK)

@@ -40,6 +40,7 @@ from tilewise.backends.cpu.scoring import (
     prepare_rows,
     q_length,
     q_start,
+    rows_of_item,
     rows_of_scale,
     score_keys,
 )
@@ -186,8 +187,9 @@ def forward_item(p: int, ws: int, item: int) -> None:
     """One work item: the rows of a schedule entry for one head (or the heads of a group), against one chunk of keys."""
     unit = item % field(p, f.UNITS)
     place = field(p, f.SCHEDULE) + item // field(p, f.UNITS) * f.ENTRY_BYTES
-    batch, first_row, count = load_i64(place), load_i64(place + 8), load_i64(place + 16)
-    chunk, num_chunks = load_i64(place + 24), load_i64(place + 32)
+    batch, first_row = load_i64(place), load_i64(place + 8)
+    chunk, num_chunks = load_i64(place + 16), load_i64(place + 24)
+    count = rows_of_item(p, batch, first_row)
     # The rows of a unit continue from head to head.
     head = unit * field(p, f.HEADS_PER_UNIT) + first_row // q_length(p, batch)
     first_row = first_row % q_length(p, batch)

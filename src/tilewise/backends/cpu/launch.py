@@ -42,7 +42,7 @@ LONG_MICROSECONDS = 50_000
 MOST_AT_ONCE, TURNS = 8, 8
 
 # Runs that a kernel keeps: a few KiB each, more for large batches.
-MAX_STEPS = 8
+MAX_KNOWN = 8
 
 # The dimensions of the batch (or page), the head and the row; None if a tensor has no such stride.
 STRIDE_ORDER: dict[str, tuple[int | None, int | None, int | None]] = {
@@ -82,6 +82,7 @@ def problem_fields(problem: AttentionProblem) -> Block:
     # Invert exactly the factor that was applied: rounding scale * log2(e) to fp32 would show in lse.
     to_natural = unit / to_log2
     return {
+        f.SEQLEN_Q: problem.seqlen_q,
         f.SEQLEN_K: problem.seqlen_k,
         f.PAGE_SIZE: problem.page_size or 0,
         f.NUM_HEADS: problem.num_heads,
@@ -439,37 +440,44 @@ class Run(NamedTuple):
 class Kernel:
     """A program for a forward pass, with the part of its parameter block that does not depend on lengths."""
 
-    __slots__ = ("_blocks", "_constants", "_division", "_in_tiles", "_program", "_steps")
+    __slots__ = ("_blocks", "_constants", "_division", "_in_tiles", "_known", "_program")
 
     def __init__(self, program: str, division: Division, constants: Values) -> None:
         self._program, self._division, self._constants = program, division, constants
         self._in_tiles = program == "forward_matrix"
         # The parameter block and the bytes of a workspace, by the rows of a work item: there are few.
         self._blocks: dict[int, tuple[Values, int]] = {}
-        # Runs that serve many numbers of keys.
-        self._steps: dict[tuple[Any, ...], Run] = {}
+        # Runs that serve many lengths.
+        self._known: dict[tuple[Any, ...], Run] = {}
 
     def run(self, bounds: Bounds, given: BothLengths | None, available: int) -> Run:
         """The run for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
         division = self._division
         expected = expected_microseconds(division, bounds, given, in_tiles=self._in_tiles)
         count, is_long = useful_threads(expected, available), expected >= LONG_MICROSECONDS
-        if not division.decodes:
-            return self._planned(bounds, given, count, is_long)
-        # A step of decoding has one key more than the one before, and most often the same items.
-        batch, seqlen_q, seqlen_k = bounds
-        items = division.chunks(seqlen_k) if given is None else schedule.items_of(division, given)
-        key = batch, seqlen_q, items, count, is_long
-        run = self._steps.get(key)
+        if given is None:
+            items: Any = schedule.Blocks.of(division, bounds, count)
+        elif division.decodes:
+            items = bounds[:2], schedule.items_of(division, given)
+        else:
+            return self._planned(schedule.forward_schedule(division, bounds, given, count), count, is_long)
+        # A step of decoding has one key more than the one before, and most often the same items; so has a prompt that
+        # is a little longer.
+        key = items, count, is_long
+        run = self._known.get(key)
         if run is None:
-            if len(self._steps) == MAX_STEPS:
-                self._steps.clear()
-            run = self._steps[key] = self._planned(bounds, given, count, is_long)
+            plan = (
+                schedule.equal_schedule(division, items)
+                if given is None
+                else schedule.forward_schedule(division, bounds, given, count)
+            )
+            if len(self._known) == MAX_KNOWN:
+                self._known.clear()
+            run = self._known[key] = self._planned(plan, count, is_long)
         return run
 
-    def _planned(self, bounds: Bounds, given: BothLengths | None, count: int, is_long: bool) -> Run:
+    def _planned(self, plan: Schedule, count: int, is_long: bool) -> Run:
         division = self._division
-        plan = schedule.forward_schedule(division, bounds, given, count)
         found = self._blocks.get(plan.block_m)
         if found is None:
             offsets, size = forward_workspace(division, plan.block_m, in_tiles=self._in_tiles)
@@ -477,7 +485,6 @@ class Kernel:
             put(values, offsets)
             found = self._blocks[plan.block_m] = values, size
         values, size = found[0][:], found[1]
-        values[f.SEQLEN_Q] = bounds[1]
         return Run.of(self._program, values, plan, size, count, is_long=is_long)
 
 

@@ -264,7 +264,7 @@ class Kernel:
             offsets, size = self._workspace(division.head_dim, division.head_dim_v, work, keys)
             values = self._constants[:]
             launch.put(values, offsets)
-            values[f.WORK], values[f.SEQLEN_Q] = work, bounds[1]
+            values[f.WORK] = work
             found.append(Run.of(self._program, values, plan, size, count, is_long=is_long))
         return found
 

@@ -115,9 +115,9 @@ NEEDS_ROW_TABLE = HAS_ALIBI | HAS_BIAS | HAS_MASK | HAS_DROPOUT
 
 UNBOUNDED = 1 << 40
 
-# Schedule entries, int64 each: (batch, first row, number of rows, chunk of keys, number of chunks), and in the backward
-# (first batch, end batch, first row, end row, first key, end key).
-ENTRY_BYTES, BACKWARD_ENTRY_BYTES = 40, 48
+# Schedule entries, int64 each: (batch, first row, chunk of keys, number of chunks), and in the backward (first batch,
+# end batch, first row, end row, first key, end key). Kernels cut rows and keys where a sequence ends.
+ENTRY_BYTES, BACKWARD_ENTRY_BYTES = 32, 48
 # Row table of a panel: fields of a 4-byte number per query, the last two of 8-byte addresses.
 ROW_LAST, ROW_FIRST, ROW_POSITION, ROW_SLOPE, ROW_INDEX, ROW_HEAD, ROW_BIAS, ROW_MASK = 0, 1, 2, 3, 4, 5, 6, 8
 ROW_FIELDS = 10

@@ -1,8 +1,8 @@
 """Block sizes and the list of work items: a pure function of what a problem means and of its sequence lengths, in plain
 integers, because it runs in every call with new lengths.
 
-An entry is (batch, first row, number of rows, chunk of keys, number of chunks). Each is done for every unit (a query
-head, or a K/V head with all heads of its group). Entries with most keys come first, so that the last items to finish
+An entry is (batch, first row, chunk of keys, number of chunks). Each is done for every unit (a query head, or a K/V
+head with all heads of its group). Entries with most keys come first, so that the last items to finish
 are short. Measurements behind the constants are in bench/results/cpu-choices.csv, by name.
 """
 
@@ -22,7 +22,7 @@ BothLengths = tuple[Lengths, Lengths]
 Bounds = tuple[int, int, int]
 Numbers: TypeAlias = "array[int]"
 # Fields of an entry.
-ENTRY_FIELDS = 5
+ENTRY_FIELDS = 4
 
 # Sequences with few query rows are split over keys in chunks. The chunk depends on the problem only, so results do not
 # depend on threads. Longer chunks balance worse; shorter ones are started and merged too often.
@@ -164,19 +164,58 @@ def heads_per_unit(division: Division, seqlen_q: int, chunks: int, threads: int)
     return group
 
 
-def forward_schedule(division: Division, bounds: Bounds, lengths: BothLengths | None, threads: int) -> Schedule:
-    """Entries for sequences of these query and key lengths; None: all have the most rows and keys."""
-    batch, seqlen_q, seqlen_k = bounds
-    rows, keys = lengths or ((seqlen_q,) * batch, (seqlen_k,) * batch)
-    chunks = [division.chunks(n) if m else 0 for m, n in zip(rows, keys, strict=True)]
-    if division.decodes:
-        heads = heads_per_unit(division, seqlen_q, sum(chunks), threads)
-        block = round_up(max(1, seqlen_q * heads), host().lanes)
+class Blocks(NamedTuple):
+    """What entries depend on where all sequences are equally long: their number, blocks of rows and chunks of keys in
+    each, heads that are computed together, and rows of a block.
+    """
+
+    batch: int
+    blocks: int
+    chunks: int
+    heads: int
+    block: int
+
+    @classmethod
+    def of(cls, division: Division, bounds: Bounds, threads: int) -> Blocks:
+        """For these lengths."""
+        batch, seqlen_q, seqlen_k = bounds
+        chunks = division.chunks(seqlen_k)
+        heads, block = item_size(division, bounds, batch * chunks, threads)
+        return cls(batch, -(-seqlen_q * heads // block), chunks, heads, block)
+
+
+def item_size(division: Division, bounds: Bounds, chunks: int, threads: int) -> tuple[int, int]:
+    """(heads of a unit, rows of a block) where the sequences have so many chunks together."""
+    if not division.decodes:
+        return division.shared_heads, block_rows(division, bounds, threads)
+    heads = heads_per_unit(division, bounds[1], chunks, threads)
+    return heads, round_up(max(1, bounds[1] * heads), host().lanes)
+
+
+def equal_schedule(division: Division, sizes: Blocks) -> Schedule:
+    """Entries for sequences that are equally long."""
+    batch, blocks, chunks, heads, block = sizes
+    if division.right is None and division.left is None:  # blocks of a sequence one after the other: they read its keys
+        order = [(one, number) for one in range(batch) for number in range(blocks)]
     else:
-        heads, block = division.shared_heads, block_rows(division, bounds, threads)
-    numbers = _entries(division, (rows, keys), chunks, heads, block)
-    units, split = division.num_heads // heads, max(chunks, default=0) > 1
-    return Schedule(table(numbers), len(numbers) // ENTRY_FIELDS, units, heads, block, chunk_keys(), split)
+        numbers = range(blocks) if division.right is None else range(blocks)[::-1]
+        order = [(one, number) for number in numbers for one in range(batch)]
+    entries = [x for one, number in order for chunk in range(chunks) for x in (one, number * block, chunk, chunks)]
+    return _schedule(division, entries, heads, block, chunks > 1)
+
+
+def forward_schedule(division: Division, bounds: Bounds, lengths: BothLengths, threads: int) -> Schedule:
+    """Entries for sequences of these query and key lengths."""
+    chunks = [division.chunks(n) if m else 0 for m, n in zip(*lengths, strict=True)]
+    heads, block = item_size(division, bounds, sum(chunks), threads)
+    return _schedule(
+        division, _entries(division, lengths, chunks, heads, block), heads, block, max(chunks, default=0) > 1
+    )
+
+
+def _schedule(division: Division, entries: Sequence[int], heads: int, block: int, split: bool) -> Schedule:
+    units = division.num_heads // heads
+    return Schedule(table(entries), len(entries) // ENTRY_FIELDS, units, heads, block, chunk_keys(), split)
 
 
 def items_of(division: Division, lengths: BothLengths) -> tuple[tuple[int, ...], ...]:
@@ -187,20 +226,19 @@ def items_of(division: Division, lengths: BothLengths) -> tuple[tuple[int, ...],
 
 
 def _entries(division: Division, lengths: BothLengths, chunks: Lengths, heads: int, block: int) -> list[int]:
-    blocks: list[tuple[int, int, int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
     for batch, (queries, keys) in enumerate(zip(*lengths, strict=True)):
         rows = queries * heads
         for first in range(0, rows, block):
-            size = min(block, rows - first)
             # The rows of a unit continue from head to head.
-            end_row = (first + size - 1) % queries + 1
-            blocks.append((keys_seen(division.left, division.right, end_row, queries, keys), batch, first, size))
+            end_row = (min(first + block, rows) - 1) % queries + 1
+            blocks.append((keys_seen(division.left, division.right, end_row, queries, keys), batch, first))
     blocks.sort(key=operator.itemgetter(0), reverse=True)
     entries: list[int] = []
-    for _, batch, first, size in blocks:
+    for _, batch, first in blocks:
         count = chunks[batch]
         for chunk in range(count):
-            entries += (batch, first, size, chunk, count)
+            entries += (batch, first, chunk, count)
     return entries
 
 

@@ -51,6 +51,12 @@ def q_length(p: int, batch: int) -> int:
 
 
 @driver
+def rows_of_item(p: int, batch: int, first_row: int) -> int:
+    """Query rows of a work item of the forward: a block, or what is left of the unit's heads."""
+    return min(field(p, f.BLOCK_M), q_length(p, batch) * field(p, f.HEADS_PER_UNIT) - first_row)
+
+
+@driver
 def k_length(p: int, batch: int) -> int:
     """Keys of a sequence."""
     table = field(p, f.SEQLENS_K)
