@@ -1,9 +1,9 @@
-"""Caches validation and launch plans per call signature.
+"""Finds the plan of a call.
 
-A signature holds the flags, everything torch knows about the tensors except addresses and contents, each address modulo
-16, whether k and v start at the same address, and whatever else decides the result: grad mode, determinism, settings, a
-device override. On a hit, a GPU call is a lookup here, the allocation of its results, and the launch. Calls that
-something observes (compilers, modes, transforms, subclasses of Tensor) are not cached.
+Plans are found by flags and whatever else decides the result (`Family`: grad mode, determinism, settings, a device
+override), then by what torch knows of the tensors except sizes and addresses (`Form`). A call that has no plan for all
+sizes is kept with its sizes, strides and each address modulo 16 (`Slot`). Calls that something observes (compilers,
+modes, transforms, subclasses of Tensor) are not looked up.
 
 Host times behind the choices of this file are in bench/results/host-costs.csv, by name.
 """
@@ -28,8 +28,7 @@ from tilewise.memory import LOWEST, are_there
 from tilewise.operands import NO_LENGTHS
 from tilewise.operands import Lengths as Lengths
 
-# Bounds host memory: a cached call takes a few KiB, more with bound passes. Argument buffers for further addresses are
-# bounded for all calls together (backends/gpu/launching.py).
+# Bounds host memory: a cached call takes a few KiB, more with bound passes.
 MAX_CALLS, MAX_FAMILIES = 1024, 256
 # Forms of a family, and plans of a form: few are needed, since each serves many sizes.
 MAX_FORMS, MAX_PLANS = 16, 32

@@ -33,16 +33,14 @@ class Frame(NamedTuple):
     """The memory of one call. `measuring` and `starting` are the arguments that execute the plan's operations on it."""
 
     words: memoryview
-    begin: int
     measuring: tuple[Any, Any]
     starting: tuple[Any, Any]
-    memory: Any
 
 
 class Plan:
-    """Words and operations. Those of the trace, if there is one, are there from the beginning; `operate`, `word` and
-    `words` add others, until `finish`. `start`, called with a frame's `starting`, executes what was added, without the
-    GIL, because the driver may wait.
+    """The words and operations of a plan: those of a trace, if there is one, and what `operate`, `word` and `words` add
+    until `finish`. `measure` executes the trace's. `start`, called with a frame's `starting`, executes the others,
+    without the GIL, because the driver may wait.
     """
 
     def __init__(self, trace: Trace | None = None, outputs: Sequence[Any] = (), needed: Sequence[Number] = ()) -> None:
@@ -260,7 +258,7 @@ class Plan:
             struct.pack_into("=q", words, WORD * word, begin + target)
         computing, starting = self._arguments
         place = _argument(begin)
-        return Frame(words, begin, (computing, place), (starting, place), memory)
+        return Frame(words, (computing, place), (starting, place))
 
 
 class Filled:

@@ -6,8 +6,9 @@ because it takes more than 64 bits or Python raises, the plan does not apply.
 """
 
 STEP = 4
-# What an execution returns: the plan does not apply, it does, or it does if storages are there. From ASK on it is
-# ASK + n: function n must be called first, or map n was refused. -1 - n: launch n was refused.
+# What an execution returns: the plan does not apply, it does, or it does if storages are there. ASK + n: of the trace's
+# operations, function n must be called first; of the others, the driver refused the map whose call begins at word n.
+# -1 - n: launch n was refused.
 NO, YES, DOUBTFUL, ASK = range(4)
 
 OPERATIONS = (

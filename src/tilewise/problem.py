@@ -1,7 +1,7 @@
 """One frozen description of an attention call, without its tensors.
 
-`AttentionProblem` is all that crosses from validation to dispatch, planning and the backends. Two calls with equal
-problems run the same kernel with the same configuration, so it is also the key of every cache.
+`AttentionProblem` is all that crosses from validation to dispatch, planning and the backends. Together with strides,
+alignment and the device it decides which kernels run.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class AttentionProblem(Shared):
     latent: bool = False
 
     def __hash__(self) -> int:
-        # Only fields that differ between the calls of a program: every cache hashes the problem, and all fields take
-        # longer.
+        # Only fields that differ between the calls of a program: caches of exact sizes hash the problem, and all fields
+        # take longer.
         return hash((self.kind, self.batch, self.seqlen_q, self.seqlen_k, self.total_q, self.num_heads, self.causal))
 
     @property

@@ -1,9 +1,10 @@
 """Numbers that remember how they were computed, so that what is planned for one size serves others.
 
-The first call of its kind is planned with a `Number` in place of every size. Arithmetic with numbers is recorded, and
-so is every comparison, with its outcome. Afterwards a `tilewise.native.Plan` executes the record: it takes the tensors
-of a later call, computes what that call needs, and does not apply if a comparison would end differently. So a plan is
-never used for sizes that would have been planned otherwise, and nobody has to write down which these are.
+The second call of its kind that no plan serves is planned with a `Number` in place of every size. Arithmetic with
+numbers is recorded, and so is every comparison, with its outcome. Afterwards a `tilewise.native.Plan` executes the
+record: it takes the tensors of a later call, computes what that call needs, and does not apply if a comparison would
+end differently. So a plan is never used for sizes that would have been planned otherwise, and nobody has to write down
+which these are.
 
     >>> trace = Trace(lengths=["rows"])
     >>> rows = trace.length("rows", 300)
@@ -290,7 +291,7 @@ class Number:
 def fixed(value: Any) -> Any:
     """The value of a number, which later calls must have too; anything else unchanged. Looks into tuples."""
     if value.__class__ is Number:
-        assert value == value.value
+        value.trace.require("==", (value, value.value), holds=True)
         return value.value
     if isinstance(value, tuple):
         parts = [fixed(part) for part in value]

@@ -45,7 +45,9 @@ Launch = Callable[..., Any]
 
 
 class Bound(Protocol):
-    """A pass prepared for tensors with certain shapes, strides, alignment and device."""
+    """A pass prepared for tensors with certain shapes, strides, alignment and device, or, after `open`, for all sizes
+    that its trace takes.
+    """
 
     @property
     def made(self) -> tuple[str, ...]:
@@ -72,10 +74,11 @@ class Backend(ABC):
     The abstract methods are all that a backend needs; the defaults of the others suit one that prepares nothing, keeps
     no compiled kernels, widens 8-bit operands before its kernels and sums in a fixed order.
 
-    `honours` are the features of problems that it knows (`AttentionProblem.features`). It is not asked about a problem
-    with another one, so that what is added later is refused and not ignored. `supports` may still refuse a feature, or
-    a combination, with its own reason; "max_logits" means that it raises `operands.max_logits`, which is -inf, to the
-    largest score of each head, and "batch-invariant" that the bits of a sequence do not depend on its batch.
+    `honours` are the features of problems that it knows (`AttentionProblem.features`). A problem with another one is
+    refused even if `supports` returns None, so that what is added later is not ignored. `supports` may still refuse a
+    feature, or a combination, with its own reason; "max_logits" means that it raises `operands.max_logits`, which is
+    -inf, to the largest score of each head, and "batch-invariant" that the bits of a sequence do not depend on its
+    batch.
     """
 
     name: str

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.backends.cpu import launch, launch_backward, threads
 from tilewise.backends.cpu import params as f
-from tilewise.backends.cpu.launch import ADDRESSED, DTYPES, Block, Forward, Run, Strides, Values, is_contiguous
+from tilewise.backends.cpu.launch import ADDRESSED, DTYPES, Block, Forward, Run, Strides, Values
 from tilewise.backends.cpu.schedule import BothLengths, Bounds, bounds_of
 from tilewise.native import Plan
 from tilewise.operands import Operands, Wanted
@@ -44,12 +44,21 @@ class Runs(Protocol):
     def runs(self, bounds: Bounds, given: BothLengths | None, available: int) -> list[Run]:
         """The runs for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
 
+    def items(self, bounds: Bounds, available: int) -> tuple[int, ...]:
+        """What decides on the runs where all sequences have the bounds' lengths; `available` comes first. A trace
+        records it. Empty if that is not known without the lengths.
+        """
+
+    def equal_runs(self, items: tuple[int, ...]) -> list[Run]:
+        """These runs, by what `items` returned."""
+
 
 class Sized(NamedTuple):
     """What a pass needs besides addresses, for certain sizes.
 
     `made` are the tensors that it makes, `unread` the bytes of an lse that nobody reads, `numbers` those that a trace
-    has in the parameter block. `places` are the addresses of a call's tensors, if they are known.
+    has in the parameter block. `places` are the addresses of a call's tensors and `items` what decides on the runs, if
+    they are known.
     """
 
     made: Sequence[Allocation]
@@ -57,6 +66,7 @@ class Sized(NamedTuple):
     bounds: Bounds
     numbers: tuple[int, ...] = ()
     places: tuple[int, ...] | None = None
+    items: tuple[int, ...] = ()
 
 
 class Pass:
@@ -102,9 +112,11 @@ class Pass:
     def open(self, trace: Trace) -> Callable[..., Sized | None]:
         """See tilewise.backends.base.Bound."""
         places = [numbers[-1] for numbers in trace.tensors.values()]
-        outputs: list[Any] = [*self._bounds, self._unread, *places, *[self._fields[at] for at in self._traced]]
+        traced = [self._fields[at] for at in self._traced]
+        items = self._kernels.items(self._bounds, threads.num_threads()) if self._is_dense else ()
+        outputs: list[Any] = [*self._bounds, self._unread, *places, *traced, *items]
         first, middle, made = 4, 4 + len(places), list[tuple[slice, slice, torch.dtype]]()
-        end = len(outputs)
+        end, last = middle + len(traced), len(outputs)
         for shape, strides, dtype in self._allocations:
             begin, rank = len(outputs), len(shape)
             made.append((slice(begin, begin + rank), slice(begin + rank, begin + 2 * rank), dtype))
@@ -118,7 +130,7 @@ class Pass:
             found = plan.read(frame)
             plan.release(frame)
             allocations = [(found[shape], found[strides], dtype) for shape, strides, dtype in made]
-            return Sized(allocations, found[3], found[:3], found[middle:end], found[first:middle])
+            return Sized(allocations, found[3], found[:3], found[middle:end], found[first:middle], found[end:last])
 
         return measure
 
@@ -130,14 +142,17 @@ class Pass:
             sized = self._sized
             if sized is None:
                 return None
-        allocations, unread, bounds, numbers, known = sized
+        allocations, unread, bounds, numbers, known, items = sized
         places = places or known
         made = [launch.allocate(shape, strides, dtype) for shape, strides, dtype in allocations]
         available, lengths = threads.num_threads(), None if self._is_dense else self._lengths(tensors, bounds, made)
-        key, (last, runs) = (bounds, available, lengths), self._last
-        if key != last:
-            runs = self._kernels.runs(bounds, lengths, available)
-            self._last = key, runs
+        if items and items[0] == available:
+            runs = self._kernels.equal_runs(items)
+        else:
+            key, (last, runs) = (bounds, available, lengths), self._last
+            if key != last:
+                runs = self._kernels.runs(bounds, lengths, available)
+                self._last = key, runs
         if places is None or self._largest is not None:  # those of a trace have no memory for max_logits
             places = tuple([tensor.data_ptr() for tensor in tensors if tensor is not None])
         numbers = (*places, *[tensor.data_ptr() for tensor in made], *numbers)
@@ -223,9 +238,9 @@ def bind_backward(
         return None
     if 0 in problem.out_shape or problem.seqlen_k == 0 or not _are_readable(problem, operands):
         return None
-    if dout.dtype != problem.dtype or dout.stride(-1) != 1 or out.stride(-1) != 1 or not is_contiguous(lse):
+    if dout.dtype != problem.dtype or dout.stride(-1) != 1 or out.stride(-1) != 1 or not lse.is_contiguous():
         return None
-    if dlse is not None and (dlse.dtype != torch.float32 or not is_contiguous(dlse)):
+    if dlse is not None and (dlse.dtype != torch.float32 or not dlse.is_contiguous()):
         return None
     fields = _fields(problem, operands, out.stride(), lse.stride()) | launch_backward.dim_fields(problem)
     kind = launch.query_kind(problem, operands)

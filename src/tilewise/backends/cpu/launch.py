@@ -25,6 +25,7 @@ from tilewise.backends.cpu.schedule import BothLengths, Bounds, Division, Number
 from tilewise.numerics import LOG2E, dropout_threshold
 from tilewise.operands import Operands
 from tilewise.problem import AttentionProblem
+from tilewise.symbolic import largest, smallest
 from tilewise.tiles import TILE, bits_by_keys
 
 DTYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
@@ -226,20 +227,9 @@ def readable(problem: AttentionProblem, operands: Operands) -> Operands:
 
 
 def _contiguous(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if tensor is None or (tensor.dtype == dtype and is_contiguous(tensor)):
+    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
         return tensor
     return tensor.to(dtype).contiguous()
-
-
-def is_contiguous(tensor: Tensor) -> bool:
-    """As the method of a tensor, also for tensors of a trace."""
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def more_fields(problem: AttentionProblem, operands: Operands) -> Block:
@@ -377,7 +367,7 @@ def expected_microseconds(division: Division, bounds: Bounds, given: BothLengths
 
 def useful_threads(expected: int, available: int) -> int:
     """The available threads, or fewer for little work (in microseconds). The result does not depend on it."""
-    return max(1, min(available, expected // MICROSECONDS_PER_THREAD))
+    return largest(1, smallest(available, expected // MICROSECONDS_PER_THREAD))
 
 
 def clear_unused_rows(totals: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
@@ -448,35 +438,45 @@ class Kernel:
         # The parameter block and the bytes of a workspace, by the rows of a work item: there are few.
         self._blocks: dict[int, tuple[Values, int]] = {}
         # Runs that serve many lengths.
-        self._known: dict[tuple[Any, ...], Run] = {}
+        self._known: dict[Any, Run] = {}
 
-    def run(self, bounds: Bounds, given: BothLengths | None, available: int) -> Run:
-        """The run for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
-        division = self._division
-        expected = expected_microseconds(division, bounds, given, in_tiles=self._in_tiles)
-        count, is_long = useful_threads(expected, available), expected >= LONG_MICROSECONDS
-        if given is None:
-            items: Any = schedule.Blocks.of(division, bounds, count)
-        elif division.decodes:
-            items = bounds[:2], schedule.items_of(division, given)
-        else:
-            return self._planned(schedule.forward_schedule(division, bounds, given, count), count, is_long)
-        # A step of decoding has one key more than the one before, and most often the same items; so has a prompt that
-        # is a little longer.
-        key = items, count, is_long
-        run = self._known.get(key)
+    def items(self, bounds: Bounds, available: int) -> tuple[int, ...]:
+        """What decides on the run for sequences that all have the bounds' lengths, on up to `available` threads, which
+        come first. May be numbers of a trace.
+        """
+        expected = expected_microseconds(self._division, bounds, None, in_tiles=self._in_tiles)
+        count, is_long = useful_threads(expected, available), smallest(1, expected // LONG_MICROSECONDS)
+        return available, *schedule.Blocks.of(self._division, bounds, count), count, is_long
+
+    def equal_run(self, items: tuple[int, ...]) -> Run:
+        """The run for these `items`, which a prompt that is a little longer shares, and so does a step of decoding."""
+        run = self._known.get(items)
         if run is None:
-            plan = (
-                schedule.equal_schedule(division, items)
-                if given is None
-                else schedule.forward_schedule(division, bounds, given, count)
-            )
-            if len(self._known) == MAX_KNOWN:
-                self._known.clear()
-            run = self._known[key] = self._planned(plan, count, is_long)
+            _, *sizes, count, is_long = items
+            run = self._planned(schedule.equal_schedule(self._division, schedule.Blocks(*sizes)), count, is_long)
+            self._keep(items, run)
         return run
 
-    def _planned(self, plan: Schedule, count: int, is_long: bool) -> Run:
+    def run(self, bounds: Bounds, given: BothLengths, available: int) -> Run:
+        """The run for sequences of these lengths, on up to `available` threads."""
+        division = self._division
+        expected = expected_microseconds(division, bounds, given, in_tiles=self._in_tiles)
+        count, is_long = useful_threads(expected, available), smallest(1, expected // LONG_MICROSECONDS)
+        # A step of decoding has one key more than the one before, and most often the same items.
+        key = (bounds[:2], schedule.items_of(division, given), count, is_long) if division.decodes else None
+        run = self._known.get(key)
+        if run is None:
+            run = self._planned(schedule.forward_schedule(division, bounds, given, count), count, is_long)
+            if key is not None:
+                self._keep(key, run)
+        return run
+
+    def _keep(self, key: Any, run: Run) -> None:
+        if len(self._known) == MAX_KNOWN:
+            self._known.clear()
+        self._known[key] = run
+
+    def _planned(self, plan: Schedule, count: int, is_long: int) -> Run:
         division = self._division
         found = self._blocks.get(plan.block_m)
         if found is None:
@@ -485,7 +485,7 @@ class Kernel:
             put(values, offsets)
             found = self._blocks[plan.block_m] = values, size
         values, size = found[0][:], found[1]
-        return Run.of(self._program, values, plan, size, count, is_long=is_long)
+        return Run.of(self._program, values, plan, size, count, is_long=bool(is_long))
 
 
 class Forward:
@@ -500,10 +500,20 @@ class Forward:
         if problem.kind != "dense" and problem.tiles_shape is None and not division.decodes:
             self._few = Kernel("decode", Division.of(problem, few=True), constants)
 
+    def items(self, bounds: Bounds, available: int) -> tuple[int, ...]:
+        """See Kernel."""
+        return self._kernel.items(bounds, available)
+
+    def equal_runs(self, items: tuple[int, ...]) -> list[Run]:
+        """The runs for sequences that are equally long, by what `items` returned."""
+        return [self._kernel.equal_run(items)]
+
     def runs(self, bounds: Bounds, given: BothLengths | None, available: int) -> list[Run]:
         """The runs for sequences of these lengths (None: of the bounds' lengths) on up to `available` threads."""
         few = self._few
-        if few is None or given is None:
+        if given is None:
+            return self.equal_runs(self.items(bounds, available))
+        if few is None:
             return [self._kernel.run(bounds, given, available)]
         return [
             (few if is_few else self._kernel).run(part, lengths_of_part, available)

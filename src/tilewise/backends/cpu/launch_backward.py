@@ -268,6 +268,15 @@ class Kernel:
             found.append(Run.of(self._program, values, plan, size, count, is_long=is_long))
         return found
 
+    def items(self, bounds: Bounds, available: int) -> tuple[int, ...]:
+        """None: the runs of each pass are found by lengths."""
+        del bounds, available
+        return ()
+
+    def equal_runs(self, items: tuple[int, ...]) -> list[Run]:
+        """Never asked for."""
+        raise NotImplementedError
+
     def start(self, bounds: Bounds, given: BothLengths | None) -> None:
         """Run the program over all that is wanted; the constants have addresses."""
         for run in self.runs(bounds, given, threads.num_threads()):

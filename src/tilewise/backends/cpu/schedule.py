@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
+from tilewise.symbolic import largest
 
 Lengths = Sequence[int]
 # Rows and keys of all sequences; how many sequences there are, and the most rows and keys that one has.
@@ -81,7 +82,7 @@ class Division(NamedTuple):
 
     def chunks(self, keys: int) -> int:
         """Chunks of an entry with so many keys: more than one only for few rows and many keys."""
-        return max(1, -(-keys // chunk_keys())) if self.splits_keys else 1
+        return largest(1, -(-keys // chunk_keys())) if self.splits_keys else 1
 
 
 def bounds_of(problem: AttentionProblem) -> Bounds:
@@ -166,7 +167,7 @@ def heads_per_unit(division: Division, seqlen_q: int, chunks: int, threads: int)
 
 class Blocks(NamedTuple):
     """What entries depend on where all sequences are equally long: their number, blocks of rows and chunks of keys in
-    each, heads that are computed together, and rows of a block.
+    each, heads that are computed together, and rows of a block. May be numbers of a trace.
     """
 
     batch: int

@@ -115,8 +115,8 @@ def type_name(argument: Any) -> str:
 
 
 def _is_narrow(value: Any) -> bool:
-    """Whether a number takes 32 bits. A traced one that does is not compared again in later calls: it cannot be laid
-    out if it takes more (driver.formats_of).
+    """Whether a number takes 32 bits. A traced one that does is not compared again in later calls: the launch refuses
+    one that takes more.
     """
     fits = value.__class__ is Number and -WIDE <= value.value < WIDE
     return fits or bool(-WIDE <= value < WIDE)

@@ -1,5 +1,5 @@
-"""A pass: a sequence of kernel calls prepared once for a problem, strides, alignment and device, then called with
-tensors. It allocates the results and launches the kernels.
+"""A pass: a sequence of kernel calls prepared once for a problem, strides, alignment and device, or, after `open`, for
+all sizes that its trace takes. Called with tensors, it allocates the results and launches the kernels.
 
 Nothing here waits for the device (except when a device's first counters are made), so calls can be captured in a CUDA
 graph. Figures: bench/results/gpu-host-choices.csv.
@@ -119,8 +119,8 @@ def interpreted() -> bool:
 class Pass:
     """The kernels of a call in order. Calling it with the tensors allocates the results and launches the kernels.
 
-    `given` names the tensors of a call in order (the last ones may be left out, and the same ones are None in every
-    call). `made` are the tensors that it allocates; those that the caller does not `read` share one block, because
+    `given` names the tensors of a call in order; the last ones may be left out, and the same ones are None in every
+    call. `made` are the tensors that it allocates; those that the caller does not `read` share one block, because
     every allocation costs host time. Those in `copied` the kernels cannot address: a contiguous copy of this dtype is
     made first, of a canonical tensor. Kernels find at least `num_counters` zeros in the tensor "counter".
 
