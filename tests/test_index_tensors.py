@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
+from tilewise.api import attention_backward
 from tilewise.integrations import flash_attn, flash_attn_interface
 
 TABLE = torch.tensor([[4, 1, 0], [2, 3, 5]], dtype=torch.int32)
@@ -124,3 +125,23 @@ def through_varlen(table: Tensor, lengths: Tensor, starts: Tensor) -> Any:
 def test_the_drop_ins_take_int64(call: Callable[..., Any]) -> None:
     expected = call(TABLE, LENGTHS, STARTS)
     assert torch.equal(call(TABLE.long(), LENGTHS.long(), STARTS.long()), expected)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 5])
+def test_a_known_backward_looks_at_contents_again(calls: int) -> None:
+    """Drop-ins whose callers keep what autograd would save pass index tensors again."""
+    q, k, v = torch.randn(3, 22, 2, 16, generator=torch.Generator().manual_seed(2))
+    totals = torch.tensor([0, 11, 22], dtype=torch.int32)
+    out, lse = tw.attention_varlen(q, k, v, totals, totals, max_seqlen_q=22, max_seqlen_k=22, return_lse=True)
+
+    def backward(totals: Tensor) -> tuple[Tensor, ...]:
+        saved, sizes = (torch.ones_like(out), out, lse), {"max_seqlen_q": 22, "max_seqlen_k": 22}
+        wanted = (True, True, True)
+        return attention_backward("varlen", (q, k, v), saved, wanted, cu_seqlens_q=totals, cu_seqlens_k=totals, **sizes)
+
+    expected = backward(totals)
+    for _ in range(calls):
+        assert all(torch.equal(a, b) for a, b in zip(backward(totals), expected, strict=True))
+    for wrong in ([0, 23, 22], [0, 11, 5000], [1, 11, 22], [0, 11, -1]):
+        with pytest.raises(tw.InvalidProblem, match="cu_seqlens"):
+            backward(torch.tensor(wrong, dtype=torch.int32))

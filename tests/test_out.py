@@ -76,6 +76,24 @@ def test_other_sizes_are_judged_as_the_first() -> None:
             tw.attention(q, k, v, out=torch.empty(1, 4, 1, 16).expand(1, 4, length, 16))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_index_tensors_in_the_memory_of_the_result(dtype: torch.dtype) -> None:
+    """Also for calls with a plan, which knows a converted tensor and not the one that was given."""
+    for rows in (20, 24, 28, 22):
+        q, k, v = torch.randn(3, rows, 2, 16)
+        memory = torch.zeros(rows * 32 * 4, dtype=torch.uint8)
+        totals = torch.tensor([0, rows // 2, rows], dtype=dtype)
+        limits = {"max_seqlen_q": rows, "max_seqlen_k": rows}
+        want = tw.attention_varlen(q, k, v, totals, totals.clone(), **limits)
+        out = memory.view(torch.float32).view(rows, 2, 16)
+        assert torch.equal(tw.attention_varlen(q, k, v, totals, totals.clone(), out=out, **limits), want)
+        inside = memory[: 3 * dtype.itemsize].view(dtype)
+        inside.copy_(totals)
+        with pytest.raises(InvalidProblem, match="does not overlap cu_seqlens_q"):
+            tw.attention_varlen(q, k, v, inside, totals, out=out, **limits)
+        assert torch.equal(inside, totals)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_symbolic_sizes(name: str) -> None:
     """As traced with sizes that are not known: the same shape comes out."""

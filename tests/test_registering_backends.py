@@ -102,6 +102,31 @@ def test_registered_backends_are_listed_and_explained(toy: Toy) -> None:
     assert "toy" in output
 
 
+class Integral(Toy):
+    """Does with sizes what only integers can."""
+
+    def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
+        del device
+        return None if round(problem.seqlen_q) ** 2 >= abs(self.most) else f"fewer than {self.most} rows"
+
+
+@pytest.mark.parametrize("most", [0, 10**9])
+def test_a_backend_need_not_know_traced_sizes(most: int) -> None:
+    """Neither one that computes a call, nor one that is asked before and refuses it."""
+    tw.register_backend(Integral(most), before="cpu")
+    try:
+        for rows in (20, 24, 28, 31):
+            q, k, v = torch.randn(3, 1, 2, rows, 16)
+            expected = tw.attention(q, k, v, backend="reference")
+            torch.testing.assert_close(tw.attention(q, k, v), expected)
+            assert tw.explain(q, k, v).backend == ("cpu" if most else "toy")
+            if most:
+                with pytest.raises(tw.Unsupported, match="fewer than"):
+                    tw.attention(q, k, v, backend="toy")
+    finally:
+        tw.unregister_backend("toy")
+
+
 def test_before_says_who_is_preferred() -> None:
     q, k, v = qkv()
     backend = Toy()

@@ -24,7 +24,7 @@ from tilewise.memory import check_allocated, check_there, touch
 from tilewise.operands import LENGTHS, Flags, Gradients, Operands, Wanted
 from tilewise.problem import AttentionProblem, Kind
 from tilewise.schemas import OPERANDS, operand_names, schema, unpack
-from tilewise.symbolic import NotTraceableError, Sketch, Trace
+from tilewise.symbolic import Sketch, Trace
 
 if TYPE_CHECKING:
     from tilewise.native import Filled
@@ -246,7 +246,7 @@ class Call:
             with tracing.span(tracing.FORWARD, tensors, self._chosen.backend.name, problem):
                 return self(tensors, places, sized, before, lengths, True)
         if self._reads:
-            self._check_contents(tensors, lengths)
+            self.check_contents(tensors, lengths)
         if self._disjoint is not None:
             self._disjoint.check(tensors, places)
         if before is not None:
@@ -268,8 +268,10 @@ class Call:
             made = _run(self.problem_of(tensors, lengths), self._chosen, Operands(*tensors))  # type: ignore[arg-type]
         return (made[0], made[1]) if self.return_lse else made[0]
 
-    def _check_contents(self, tensors: Sequence[Tensor | None], lengths: calls.Lengths) -> None:
-        """Raise if index tensors do not hold what they must."""
+    def check_contents(self, tensors: Sequence[Tensor | None], lengths: calls.Lengths) -> None:
+        """Raise if index tensors do not hold what they must. Where a plan serves all sizes, it was found by them."""
+        if not self._reads:
+            return
         operands = Operands(*tensors)  # type: ignore[arg-type]
         if self._contents is None:
             validation.check_contents(operands, self.flags)
@@ -502,7 +504,9 @@ def _opened(
     try:
         problem = validation.traced_problem(kind, operands, flags.with_lengths(bounds))
         bound = prepare(problem, sketches if names[0] != "q" else operands)
-    except NotTraceableError:
+    # The call was validated, and its backend chosen, without numbers. What fails with them is planned for its own
+    # sizes: a backend of another package may do with a size what only integers can.
+    except Exception:
         return None
     # A pass from outside may serve one size only, and lack it.
     opened = getattr(bound, "open", None)
@@ -698,6 +702,7 @@ def _backward(
         needs[place] = want
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):  # noqa: SLF001
         call, *_, bounds = _found(kind, operands, flags, use="backward")
+        call.check_contents(operands, bounds)
         found = call.differentiated((dout, dlse, out, lse, *operands), tuple(needs), bounds)
         gradients = Gradients(*[found[place] for place in INDICES])
         return derivatives.materialised(operands, gradients, Wanted(*wanted))

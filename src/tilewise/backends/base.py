@@ -90,7 +90,11 @@ class Backend(ABC):
 
     @abstractmethod
     def supports(self, problem: AttentionProblem, device: DeviceSpec) -> str | None:
-        """None if the problem (with its backward, if `needs_grad`) would run on such a device, else the reason."""
+        """None if the problem (with its backward, if `needs_grad`) would run on such a device, else the reason.
+
+        Its sizes may be `tilewise.symbolic.Number`s, which record what is asked of them. Where that raises, the call is
+        prepared for its own sizes alone.
+        """
 
     @abstractmethod
     def tile_shape(self, problem: AttentionProblem, device: DeviceSpec) -> TileShape:

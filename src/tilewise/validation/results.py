@@ -72,6 +72,8 @@ def check_traced_result(tensors: Operands) -> None:
     out: Any = tensors.out
     begin, end = out.data_ptr(), out.data_ptr() + extent(out)
     others = [tensor for tensor in tensors if tensor is not None and tensor is not out]
+    if any(type(tensor.data_ptr()) is int for tensor in others):
+        raise NotTraceableError("an int64 index tensor is converted: a trace does not know where it lies")
     # The bytes between it and another, on the one side or the other.
     between = [largest(t.data_ptr() - end, begin - t.data_ptr() - extent(t)) for t in others]
     if not out.is_contiguous() or smallest(*between) < 0:

@@ -472,7 +472,7 @@ class Kernel:
         return run
 
     def _keep(self, key: Any, run: Run) -> None:
-        if len(self._known) == MAX_KNOWN:
+        if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[key] = run
 

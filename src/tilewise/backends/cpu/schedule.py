@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from tilewise.backends.cpu.isa import host
 from tilewise.problem import AttentionProblem
-from tilewise.symbolic import largest
+from tilewise.symbolic import largest, smallest
 
 Lengths = Sequence[int]
 # Rows and keys of all sequences; how many sequences there are, and the most rows and keys that one has.
@@ -142,14 +142,12 @@ def block_rows(division: Division, bounds: Bounds, threads: int) -> int:
     heads, (batch, seqlen_q, seqlen_k) = division.shared_heads, bounds
     if division.decodes:
         return round_up(max(1, seqlen_q * heads), host().lanes)
-    panel, total = host().panel, max(1, seqlen_q * heads)
-    units = max(1, batch) * division.num_heads // heads * division.chunks(seqlen_k)
+    panel, total = host().panel, largest(1, seqlen_q * heads)
+    units = largest(1, batch) * division.num_heads // heads * division.chunks(seqlen_k)
     # Packing K and V costs as much as tens of rows, so chunks of keys are divided less eagerly.
     wanted = threads if division.splits_keys else BLOCKS_PER_THREAD * threads
-    rows = min(host().block_m, round_up(total, panel))
-    while rows > panel and units * -(-total // rows) < wanted:
-        rows = round_up(rows // 2, panel)
-    return rows
+    share = -(-total // -(-wanted // units))
+    return smallest(host().block_m, round_up(share, panel))
 
 
 def heads_per_unit(division: Division, seqlen_q: int, chunks: int, threads: int) -> int:
