@@ -9,6 +9,8 @@ import ctypes
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -383,3 +385,14 @@ def test_functions_for_run_time_are_called_at_once_without_numbers() -> None:
     assert largest_power(100, 3) == (64, True)
     assert not isinstance(largest_power(100, 3)[0], Number)
     assert symbolic.numbers_in((1, "x", None, [2.0])) == []
+
+
+def test_a_fixed_value_is_recorded_without_assertions() -> None:
+    code = """
+from tilewise.symbolic import Trace, fixed
+trace = Trace(lengths=["rows"])
+fixed(trace.length("rows", 3))
+print(trace)
+"""
+    found = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
+    assert "rows == 3" in found.stdout
