@@ -135,8 +135,8 @@ def test_a_known_backward_looks_at_contents_again(calls: int) -> None:
     out, lse = tw.attention_varlen(q, k, v, totals, totals, max_seqlen_q=22, max_seqlen_k=22, return_lse=True)
 
     def backward(totals: Tensor) -> tuple[Tensor, ...]:
-        saved, sizes = (torch.ones_like(out), out, lse), {"max_seqlen_q": 22, "max_seqlen_k": 22}
-        wanted = (True, True, True)
+        saved, wanted = (torch.ones_like(out), out, lse), (True, True, True)
+        sizes: Any = {"max_seqlen_q": 22, "max_seqlen_k": 22}
         return attention_backward("varlen", (q, k, v), saved, wanted, cu_seqlens_q=totals, cu_seqlens_k=totals, **sizes)
 
     expected = backward(totals)

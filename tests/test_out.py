@@ -83,7 +83,7 @@ def test_index_tensors_in_the_memory_of_the_result(dtype: torch.dtype) -> None:
         q, k, v = torch.randn(3, rows, 2, 16)
         memory = torch.zeros(rows * 32 * 4, dtype=torch.uint8)
         totals = torch.tensor([0, rows // 2, rows], dtype=dtype)
-        limits = {"max_seqlen_q": rows, "max_seqlen_k": rows}
+        limits: Any = {"max_seqlen_q": rows, "max_seqlen_k": rows}
         want = tw.attention_varlen(q, k, v, totals, totals.clone(), **limits)
         out = memory.view(torch.float32).view(rows, 2, 16)
         assert torch.equal(tw.attention_varlen(q, k, v, totals, totals.clone(), out=out, **limits), want)
