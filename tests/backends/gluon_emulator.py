@@ -482,6 +482,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "async_load": load_box,
         "async_store": store_box,
         "barrier": lambda: HERE.clock.meet(),
+        "name_in_order": bool,
         "reduce_add": lambda desc, corner, source: store_box(desc, corner, source, add=True),
         "reinterpreted": lambda buffer, *args: buffer.reinterpret(*args),
     },
